@@ -14,6 +14,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file
 
 from ckpt_prune.common.formatting import decimal_bytes
+from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.model.containers.opening import open_model
@@ -45,10 +46,15 @@ def command(place, out, *more):
     return make_command(place, out, *more, samples=16, window=48)
 
 
-def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatch):
+@pytest.fixture(scope="module")
+def sized(place):
     code, output = run(*command(place, "sized", "--target-bytes", "300KB"))
     assert code == 0, output
-    found = read(place, "sized")
+    return output
+
+
+def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, sized, monkeypatch):
+    output, found = sized, read(place, "sized")
     best = best_of(found)
     file = place / "sized" / "model.gguf"
     assert file.stat().st_size == best["bytes"] <= 300_000
@@ -109,6 +115,7 @@ def test_commands_name_what_they_read_as_it_is_called_in_their_folder(place, mon
     assert as_named_in(options.output, options.model_copy(update={"model": "ada/model"})).model == "ada/model"
 
 
+@pytest.mark.usefixtures("sized")
 def test_an_interrupted_run_goes_on(place, monkeypatch):
     """What was measured before the first file is not measured again, and the result is that of a run not stopped."""
 
@@ -208,11 +215,16 @@ def test_the_smallest_file_within_a_loss_is_found(place):
 
 
 def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_large(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.frontier.files.LADDER", ("q8_0",))
+    """Rows of 64 fall back: a file of q6_k is one of q8_0, and one of q4_0 is larger than q4_k_m's, and loses more."""
+    ladder, choose = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"), TypeBudget.at_bytes
+    monkeypatch.setattr("ckpt_prune.runner.frontier.files.LADDER", ladder)
+    monkeypatch.setattr(TypeBudget, "at_bytes", lambda budget, limit: choose(budget, min(limit, 340_000)))
     code, output = run(*command(place, "whole"))
     assert code == 0, output
-    by_name = {each["name"]: each for each in read(place, "whole")["candidates"]}
-    assert by_name["bits by budget, as large as q8_0"]["bytes"] <= by_name["q8_0"]["bytes"]
+    found = {each["name"]: each["bytes"] for each in read(place, "whole")["candidates"]}
+    by_budget = [f"bits by budget, as large as {name}" for name in ("q8_0", "q4_k_m")]  # that of q5_k_m is the first
+    assert list(found)[:-1] == ["q8_0", by_budget[0], "q5_k_m", "q4_k_m", by_budget[1]]
+    assert found["q5_k_m"] > 340_000 >= found[by_budget[0]] > found["q4_k_m"] >= found[by_budget[1]]
 
 
 def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(mixture, monkeypatch):

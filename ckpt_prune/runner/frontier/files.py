@@ -51,6 +51,7 @@ from ckpt_prune.runner.frontier.record import (
     Frontier,
     best_within,
     choose_for_loss,
+    pareto,
     words_of_target,
 )
 from ckpt_prune.runner.pruning_budgets import CUT_FROM, will_prune_columns
@@ -223,17 +224,21 @@ def _in_time(search: _Search, limit: float, found: list[MeasuredFile]) -> Iterat
 def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
     """Yield the smallest of llama.cpp's own mixtures within the loss, and the smallest file by budget.
 
-    If neither a size nor a loss is asked for, other mixtures and types by budget as large as each stand beside them.
+    If neither a size nor a loss is asked for, other mixtures and types by budget as large as each stand beside them:
+    each choice once, and no mixture that another as small is predicted to beat.
     """
     maker, budget = search.maker, search.maker.budget
     assert search.loss is not None
     if maker.options.max_loss is not None:
         yield from maker.smallest_mixture(search.loss)
-    for name in LADDER if maker.options.max_loss is None else ():
-        mixture = maker.mixture(name)
+    rungs = [maker.mixture(name) for name in LADDER if maker.options.max_loss is None]
+    unbeaten = pareto(rungs, lambda each: (each.bytes, each.kl or 0))
+    for mixture in filter(unbeaten.__contains__, rungs):
         yield mixture
         with suppress(BudgetError):
-            yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
+            alike = candidate_of(f"bits by budget, as large as {mixture.name}", budget.at_bytes(mixture.bytes))
+            if alike.kinds not in [each.candidate.kinds for each in found]:
+                yield alike
     choice: TypeChoice | None = None
     for words, choice in choose_for_loss(search.loss, found, maker.budgets.at_loss):
         yield candidate_of(words, choice, feedback=True)

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,6 +122,15 @@ def words_of_target(limit: int | None, loss: float | None, unit: str = "nats a t
     return f"within a loss of {loss or 0:.3f} {unit}" if limit is None else f"within {decimal_bytes(limit)}"
 
 
+def pareto(several: Iterable[T], figures: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Return those that no other one beats in size and loss, the smallest first; of equal ones the first."""
+    kept: list[T] = []
+    for each in sorted(several, key=figures):
+        if not kept or figures(each)[1] < figures(kept[-1])[1]:
+            kept.append(each)
+    return kept
+
+
 @dataclass(frozen=True)
 class Frontier:
     """Candidates that were measured, and the one to take.
@@ -176,11 +185,7 @@ class Frontier:
     @property
     def pareto(self) -> list[Result]:
         """Return those that no other one beats in bytes and divergence, the smallest first."""
-        kept: list[Result] = []
-        for each in sorted(self.found, key=lambda each: (each.score.bytes, each.score.kl)):
-            if not kept or each.score.kl < kept[-1].score.kl:
-                kept.append(each)
-        return kept
+        return pareto(self.found, lambda each: (each.score.bytes, each.score.kl))
 
     @property
     def _least_usable(self) -> int | None:
