@@ -91,7 +91,10 @@ class GgufSource:
         checkpoint, start = model.checkpoint, f"{model.family.layers}."
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
         if not architecture.endswith("ForCausalLM"):
-            raise CannotMapError(f"{architecture} does not generate text, and GGUF files are written of models that do")
+            raise CannotMapError(
+                f"{architecture} does not generate text, and GGUF files are written of models that do: ONNX graphs are "
+                "made of others (`export`, `frontier --for onnxruntime`)"
+            )
         tied = checkpoint.config.get("tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
         outer: dict[str, GgufWeight] = {}
         blocks: list[dict[str, GgufWeight]] = [{} for _ in range(model.blocks)]

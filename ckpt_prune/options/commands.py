@@ -500,6 +500,9 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
     e^KL - 1; of a model of features, what its cosine may lose, which is half of the energy that its vectors may. The
     smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
+    all_tokens: bool = option(default=False, group=SIZE)
+    """Keep all tokens of the vocabulary. Without this some go where that loses less than fewer bits or columns; texts
+    of other kinds than --text and --held-out, such as other languages, then lose more than is measured."""
     held_out: Texts = option(default=(), metavar="FILE", group=MEASURE, digest="content")
     """Text to measure on, which must not be --text: what was fitted to a text looks too good on it. A named text, such
     as wikitext2, is its test split here. May be repeated. Models of images are measured on images that they were not

@@ -199,7 +199,7 @@ class GraphSettings(Strict):
         plain = {"max_loss": None, "block_size": None, "rounding": "nearest"}
         changed = [name for name, value in plain.items() if getattr(self, name) != value]
         if self.target_bytes is not None and ("int4" not in self.dtype or "q4f16" in self.dtype):
-            raise ValueError("--target-bytes is the size of a graph of --dtype int4, whose weights stay in float32")
+            raise ValueError("--target-bytes is the size of a graph of --dtype int4: give that, too")
         if changed and not self.is_rounded and (changed, self.format) != (["rounding"], "gguf"):
             option = changed[0].replace("_", "-")
             raise ValueError(f"--{option} goes with --dtype int8, int4 or q4f16")

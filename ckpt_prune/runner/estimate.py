@@ -59,6 +59,8 @@ _LARGE = 1024
 """Narrower matrices are multiplied at a lower speed."""
 _FRONTIER = {"llama.cpp": (2.6, 2.0), "onnxruntime": (2.0, 0.5), "vllm": (1.0, 2.0)}
 """Time in which `frontier` measures a model, and in which it makes and measures a file, as multiples of `ridge`'s."""
+_PRUNING = 2.4
+"""Time in which it finds what columns and tokens lose, and prunes, likewise."""
 _COPIES = {"llama.cpp": 1, "onnxruntime": 8, "vllm": 1}
 """How often it holds all weights in float32, as measured: the model, its graph, both in a runtime, and in few bits."""
 
@@ -204,26 +206,28 @@ def estimate_calibration(
 
 
 def estimate_frontier(
-    model: Model, samples: Samples, options: FrontierOptions, files: int, file_bytes: int | None
+    model: Model, samples: Samples, options: FrontierOptions, files: int, file_bytes: int | None, prunes: bool
 ) -> Estimate:
-    """Return what `frontier` will take, if no columns go: it measures the model, and makes and measures files.
+    """Return what `frontier` will take: it measures the model, and makes and measures files.
 
     Args:
         files: candidates that it makes.
         file_bytes: of each; None: that is not known.
+        prunes: whether columns and tokens will surely be in question, since fewer bits do not reach the size.
     """
     device = resolve_device("cpu" if options.runs_on == "onnxruntime" else options.device)
     dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
     measuring, each = _FRONTIER[options.runs_on]
     run = time_run(model, device, dtype, samples)
     ridge = None if run is None else run * len(samples) + time_solve(model, device)
-    seconds = None if ridge is None else ridge * (measuring + files * each)
+    seconds = None if ridge is None else ridge * (measuring + files * each + prunes * _PRUNING)
     cost = cost_of(model)
     loaded = (resident_bytes() or 0) + LIBRARIES + 4 * _COPIES[options.runs_on] * cost.parameters
     peak = max(loaded, _peak(model, len(samples), samples.tokens, dtype, 2))
     disk = files * max(file_bytes or 0, cost.parameters)  # one of them is in int8
     if options.runs_on == "llama.cpp":  # two are kept at most
         disk = min(files, 2) * (file_bytes or cost.bytes // 2)
+    disk += prunes * cost.bytes
     return Estimate(seconds, peak, disk)
 
 

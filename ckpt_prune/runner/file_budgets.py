@@ -23,6 +23,7 @@ from ckpt_prune.gguf.losses import TypeLosses, predict_type_losses, types_for
 from ckpt_prune.gguf.timing import FileTimes, time_types
 from ckpt_prune.gguf.types import OUTER, is_matrix
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import MOST_COLUMNS, column_widths
 from ckpt_prune.runner.expert_columns import expert_widths
@@ -126,7 +127,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
         if _TIMES not in notes:
             widths = column_widths(self.model)
             columns = widths[0] if len(widths) > 1 else 0
-            dense, _ = _without_losses(self.planner)
+            dense, _ = _without_losses(self.planner, self.options)
             kinds = sorted(set().union(*dense.losses.values(), *map(types_for, widths or expert_widths(self.model))))
             measured = time_types(self.planner, kinds, timed, self.folder, columns)
             self.journal.record(_TIMES, note=measured.note())
@@ -135,7 +136,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
     def least_time(self, timed: Timed) -> float:
         """Return the nanoseconds of the fastest types, with the fewest columns and tokens that are tried."""
         times = self.times(timed)
-        budget, fewest = _without_losses(self.planner)
+        budget, fewest = _without_losses(self.planner, self.options)
         try:
             least = budget.at_time(0, times).time or 0.0
         except BudgetError as error:
@@ -147,7 +148,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
         )
 
 
-def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:
+def _without_losses(planner: FilePlanner, options: SampleOptions) -> tuple[TypeBudget, Fraction]:
     """Return a budget of all types in which MLPs may keep the fewest columns that are tried, and the least tokens."""
     model = planner.model
     losses = {
@@ -158,7 +159,7 @@ def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:
     widths, blocks = expert_widths(model), model.blocks_with(SPACE)
     fewest, most = (widths[0], widths[-1]) if widths else (1, MOST_COLUMNS)
     columns = {block: {fewest: 0.0, most: 0.0} for block in (range(model.blocks) if widths else blocks)}
-    return TypeBudget(planner, losses, columns), least_share(model)
+    return TypeBudget(planner, losses, columns), least_share(model, options)
 
 
 def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
@@ -168,9 +169,9 @@ def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
     return {"format": "gguf", "dtype": chosen, **types, "rounding": "gptq"}
 
 
-def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") -> None:
+def check_reach(limit: int, planner: FilePlanner, options: SampleOptions) -> None:
     """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried."""
-    pruned, rows = _without_losses(planner)
+    pruned, rows = _without_losses(planner, options)
     budget, least = replace(pruned, columns={}), pruned.least
     fewest = least
     if rows < 1:
@@ -181,6 +182,6 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
         fewer = f", and with the fewest columns that are tried {decimal_bytes(least)}" if pruned.columns else ""
         fewer += "" if fewest == least else f", with {SHARES[-1]} % of its tokens {decimal_bytes(fewest)}"
         raise UserError(
-            f"{flag}: {decimal_bytes(limit)} are out of reach: the coarsest types make a file of "
+            f"--target-bytes: {decimal_bytes(limit)} are out of reach: the coarsest types make a file of "
             f"{decimal_bytes(budget.least)} of {planner.model.checkpoint.name}{fewer}; ask for more"
         )

@@ -52,7 +52,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     model = open_model(options.model, Opening.of(options))
     planner = FilePlanner(model)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
-    check_reach(limit, planner)
+    check_reach(limit, planner, options)
     check_output(
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=options.text
     )

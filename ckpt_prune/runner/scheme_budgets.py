@@ -22,7 +22,7 @@ from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
-from ckpt_prune.options.commands import QuantizeOptions
+from ckpt_prune.options.commands import FrontierOptions, QuantizeOptions
 from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.column_budgets import column_widths
 from ckpt_prune.runner.column_budgets import recipe_of as columns_recipe
@@ -139,15 +139,15 @@ def needs_pruning(limit: int | None, model: Model) -> bool:
     return limit is not None and limit < _without_losses(model).least
 
 
-def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
-    """Refuse a size below that of 4 bits for all linear weights, if `pruned` with the fewest columns and tokens."""
+def check_reach(limit: int, model: Model, pruned: FrontierOptions | None = None) -> None:
+    """Refuse a size below that of 4 bits for all linear weights, with the fewest columns and tokens if `pruned` so."""
     budget = _without_losses(model)
     least = budget.least
-    if pruned:
+    if pruned is not None:
         columns = next((width for width in column_widths(model) if width % COLUMNS == 0), None)
         least = replace(budget, shape=Shape(pruned_layout(model, columns))).least
-        tables = sum(model.checkpoint.tensors[name].nbytes for name in tables_in_question(model))
-        least -= round((1 - least_share(model)) * tables)
+        tables = sum(model.checkpoint.tensors[name].nbytes for name in tables_in_question(model, pruned))
+        least -= round((1 - least_share(model, pruned)) * tables)
     if limit < least:
         outside = sum(info.nbytes for name, info in model.checkpoint.tensors.items() if name not in budget.losses)
         fewest = f", with the fewest columns and tokens that are tried {decimal_bytes(least)}" if pruned else ""

@@ -49,34 +49,36 @@ class SmallerVocabulary:
     lost: float
 
 
-def is_embedding_large(model: Model) -> bool:
-    """Return whether fewer tokens are in question: whether the embedding is a large part of the model."""
+def may_lose_tokens(model: Model, options: SampleOptions) -> bool:
+    """Return whether fewer tokens are in question: whether the embedding is a large part, and not all shall stay."""
+    if getattr(options, "all_tokens", False):
+        return False
     embedding = model.checkpoint.tensors[model.family.embedding_weight]
     return prod(embedding.shape) >= _LEAST_PART * cost_of(model).parameters
 
 
-def tables_in_question(model: Model) -> frozenset[str]:
-    """Return the tensors with a row for each token; none if the embedding is a small part, or no token can go."""
+def tables_in_question(model: Model, options: SampleOptions) -> frozenset[str]:
+    """Return the tensors with a row for each token; none if the embedding is a small part, or no token may go."""
     try:
-        return vocabulary_tensors(model) if is_embedding_large(model) else frozenset()
+        return vocabulary_tensors(model) if may_lose_tokens(model, options) else frozenset()
     except UserError:  # as of models with code of their own
         return frozenset()
 
 
-def least_share(model: Model) -> Fraction:
+def least_share(model: Model, options: SampleOptions) -> Fraction:
     """Return the least share of a model's tokens that is in question; 1 if all stay."""
-    return Fraction(SHARES[-1], 100) if tables_in_question(model) else Fraction(1)
+    return Fraction(SHARES[-1], 100) if tables_in_question(model, options) else Fraction(1)
 
 
 @dataclass(frozen=True)
 class Vocabularies:
     """Smaller vocabularies of a model, each priced on `--text` when it is asked for first, the largest first.
 
-    There are none if the embedding is a small part of the model. A line says so if its tokenizer cannot be made
-    smaller, or the text is too short to hold a part of it out.
+    There are none if the embedding is a small part of the model, or all tokens shall stay. A line says so if its
+    tokenizer cannot be made smaller, or the text is too short to hold a part of it out.
 
     Attributes:
-        options: name the text.
+        options: name the text, and may say that all tokens stay.
         journal: of what is priced.
     """
 
@@ -124,7 +126,7 @@ class Vocabularies:
 
     @cached_property
     def _choice(self) -> VocabularyChoice | None:
-        if not is_embedding_large(self.model):
+        if not may_lose_tokens(self.model, self.options):
             return None
         try:
             choice = VocabularyChoice(self.model, Vocabulary.model_validate({}), self.options)

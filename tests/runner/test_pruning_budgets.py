@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.model.containers.opening import open_model
@@ -15,7 +16,7 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.frontier.asked import _read_streams, tell_rare_tokens
 from ckpt_prune.runner.pruning_budgets import will_prune_columns
-from ckpt_prune.runner.scheme_budgets import SchemeBudgets
+from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach
 from ckpt_prune.runner.vocabularies import (
     LEAST_OF_FORESEEN,
     SmallerVocabulary,
@@ -52,20 +53,30 @@ def test_one_pass_over_the_samples_predicts_columns_as_two_do(asked, tmp_path, m
     assert found[0][0].keys() == {0, 1}
 
 
-def test_windows_without_the_tokens_that_went_are_told_of(asked, capsys):
+def test_windows_without_the_tokens_that_went_are_told_of(asked):
     model, options = asked
     kept = VocabularyChoice(model, Vocabulary.model_validate({}), options).rows_of(1024)
     (stream,) = _read_streams(options, model)
     stay = torch.isin(stream, torch.tensor(kept))
     assert 0 < (~stay).sum() < len(stay) / 10
     for windows, told in ((stream[stay], True), (stream, False), (stream[~stay], False)):
-        tell_rare_tokens(options, model, kept, windows[None], Notices())
-        said = capsys.readouterr().err
-        assert bool(re.search(r"the held-out texts have \d+\.\d\d% more tokens, .* measured 0\.00%: ", said)) == told, (
-            said
-        )
-    tell_rare_tokens(options, model, None, stream[stay][None], Notices())
-    assert capsys.readouterr().err == ""
+        said = tell_rare_tokens(options, model, kept, windows[None])
+        assert len(said) == told
+        assert all(re.search(r"have \d+\.\d\d% more tokens, .* measured 0\.00%: ", each) for each in said)
+    assert tell_rare_tokens(options, model, None, stream[stay][None]) == []
+
+
+def test_all_tokens_may_be_asked_to_stay(asked, tmp_path):
+    model, options = asked
+    assert tables_in_question(model, options)
+    whole = options.model_copy(update={"all_tokens": True})
+    assert (tables_in_question(model, whole), least_share(model, whole)) == (frozenset(), 1)
+    with pytest.raises(UserError, match="out of reach"):
+        check_reach(200_000, model, whole)
+    check_reach(200_000, model, options)
+    found = [1.0]
+    Vocabularies(model, whole, Journal(tmp_path, "whole")).add_choices(found, fail, float)
+    assert found == [1.0]
 
 
 def test_columns_are_expected_to_go_below_four_bits_a_weight(asked):
@@ -78,11 +89,11 @@ def test_columns_are_expected_to_go_below_four_bits_a_weight(asked):
 
 
 def test_tokens_of_a_model_with_code_of_its_own_are_not_in_question(asked):
-    model, _ = asked
-    assert least_share(model) == Fraction(12, 100)
+    model, options = asked
+    assert least_share(model, options) == Fraction(12, 100)
     coded = replace(model.checkpoint, config=model.checkpoint.config | {"auto_map": {"AutoConfig": "own.Config"}})
-    assert not tables_in_question(replace(model, checkpoint=coded))
-    assert least_share(replace(model, checkpoint=coded)) == 1
+    assert not tables_in_question(replace(model, checkpoint=coded), options)
+    assert least_share(replace(model, checkpoint=coded), options) == 1
 
 
 def test_a_smaller_vocabulary_is_not_measured_if_it_cannot_help(asked, tmp_path, monkeypatch):

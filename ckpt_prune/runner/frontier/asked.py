@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import Staging, check_output, partial_of
-from ckpt_prune.common.formatting import decimal_bytes
+from ckpt_prune.common.formatting import decimal_bytes, plural
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.mixing import name_sources
@@ -27,6 +27,7 @@ from ckpt_prune.options.option import Options, digested_options
 from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
+from ckpt_prune.runner.pruning_budgets import will_prune_columns
 from ckpt_prune.runner.resuming import NOTHING_BEGUN, resumable
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 
@@ -109,17 +110,18 @@ def _read_streams(options: FrontierOptions, model: Model) -> list[Tensor]:
     return [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
 
 
-def tell_rare_tokens(
-    options: FrontierOptions, model: Model, kept: Sequence[int] | None, windows: Tensor, say: Notices
-) -> None:
+def tell_rare_tokens(options: FrontierOptions, model: Model, kept: Sequence[int] | None, windows: Tensor) -> list[str]:
     """Say so if the held-out texts have more of the tokens that went than the windows that a loss was measured on.
 
     Args:
-        kept: tokens that stay, rows of the embedding of `model`; None: all, and nothing is said.
+        kept: tokens that stay, rows of the embedding of `model`; None: all.
         windows: token ids, (windows, tokens) int64.
+
+    Returns:
+        A sentence, or none.
     """
     if kept is None:
-        return
+        return []
     parts = parts_of_tokens(model, kept)
 
     def grow(tokens: Tensor) -> float:
@@ -128,12 +130,13 @@ def tell_rare_tokens(
 
     streams = _read_streams(options, model)
     of_texts, of_windows = sum(map(grow, streams)) / len(streams), grow(windows)
-    if of_windows < RARE * of_texts:
-        say(
-            f"without the tokens that went, the held-out texts have {of_texts:.2%} more tokens, and the "
-            f"windows of them that were measured {of_windows:.2%}: what fewer tokens lose is measured too low; more "
-            "--held-out-samples tell it better"
-        )
+    if of_windows >= RARE * of_texts:
+        return []
+    return [
+        f"Without the tokens that went, the held-out texts have {of_texts:.2%} more tokens, and the windows of them "
+        f"that were measured {of_windows:.2%}: what fewer tokens lose is measured too low. More --held-out-samples "
+        "tell it better."
+    ]
 
 
 @contextmanager
@@ -157,6 +160,9 @@ def open_staging(options: FrontierOptions, parts: Mapping[str, str], say: Notice
         )
         if options.resume and not staging.resumed:
             say(NOTHING_BEGUN)
+        if staging.resumed:
+            done = plural(len(staging.journal.notes), "measurement")
+            say(f"resuming {partial_of(options.output, FRONTIER).name}: {done} kept")
         with staging:
             staging.scratch.mkdir(exist_ok=True)
             yield staging
@@ -167,9 +173,11 @@ def foresee_work(
 ) -> None:
     """Say in which steps the work is done, the files being the last, and what it takes, unless it goes on."""
     if not _goes_on(options):
-        longer = "; longer where fewer bits lose much" if any(", if " in step for step in steps) else ""
+        prunes = will_prune_columns(model, limit, None)
+        may_prune = any(", if " in step for step in steps)
+        longer = "; longer where fewer bits lose much" if may_prune and not prunes else ""
         steps = [*steps, "the file" if files == 1 else f"about {files} files"]
-        estimate = estimate_frontier(model, samples, options, files, limit).since_start()
+        estimate = estimate_frontier(model, samples, options, files, limit, prunes).since_start()
         Notices()(f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}{longer}")
 
 

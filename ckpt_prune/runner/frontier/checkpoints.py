@@ -82,7 +82,7 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     check_storable(model)
     limit, loss = read_target(options, model)
     if limit is not None:
-        check_reach(limit, model, pruned=True)
+        check_reach(limit, model, options)
     say_if_whole_fits(options, limit, cost_of(model).bytes)
     texts = read_texts(options, model, say)
     fewer = "what fewer tokens and columns lose, if fewer bits lose much"
@@ -98,7 +98,7 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
         frontier = maker.record(results, limit, loss)
         if frontier.best is not None:
             kept = budgets.vocabularies.kept_rows(frontier.best.candidate.rows)
-            tell_rare_tokens(texts.options, model, kept, texts.held_out, say)
+            frontier = replace(frontier, remarks=tell_rare_tokens(texts.options, model, kept, texts.held_out))
         maker.publish(frontier)
     return frontier
 

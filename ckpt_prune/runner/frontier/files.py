@@ -11,7 +11,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gguf import GGMLQuantizationType as Kind
@@ -116,7 +116,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     limit, loss = read_target(options, model)
     time, timed = read_time(options)
     if limit is not None:
-        check_reach(limit, planner)
+        check_reach(limit, planner, options)
     own = default_type(model.checkpoint)
     words = "--format", "gguf", "--dtype", own, "-o", "OUT.gguf"
     say_if_whole_fits(options, limit, planner.plan(own).bytes, *words)
@@ -143,10 +143,10 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
 
         # 4. Keep the best, and say how it is made.
         best = _best(search, found)
+        frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
         if best is not None:
             kept = budgets.vocabularies.kept_rows(best.candidate.rows)
-            tell_rare_tokens(options, model, kept, texts.held_out, say)
-        frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
+            frontier = replace(frontier, remarks=tell_rare_tokens(options, model, kept, texts.held_out))
         write_frontier(frontier, staging.path, maker, best)
         staging.publish()
     return frontier

@@ -101,7 +101,7 @@ class GraphPruning:
     def tables(self) -> list[str]:
         """Names in the graph of the weights with a row for each token; none if fewer tokens are not in question."""
         model = self.model
-        tables = tables_in_question(model) if self.generates and model.family.causal else ()
+        tables = tables_in_question(model, self.options) if self.generates and model.family.causal else ()
         return list(dict.fromkeys(self._find(sorted(tables)))) if tables else []
 
     def check_reach(self, limit: int) -> None:
@@ -111,7 +111,7 @@ class GraphPruning:
             widths = column_widths(self.model)
             share = Fraction(widths[0], widths[-1]), widths[-1]
             narrow |= {name: share for weights in self.mlps.values() for name in weights}
-        narrow |= dict.fromkeys(self.tables, (least_share(self.model), vocabulary_rows(self.model)))
+        narrow |= dict.fromkeys(self.tables, (least_share(self.model, self.options), vocabulary_rows(self.model)))
         self.decider.check_bytes(limit, narrow)
 
     def choose(self, fitted: Decider, limit: int | None, loss: float, name: str) -> Pruning:

@@ -155,7 +155,8 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
             frontier = maker.record(results, best_within(results, limit, loss), asked)
         owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
         if owner.kept is not None and samples.windows is not None:
-            tell_rare_tokens(options, Model.of(source), owner.kept, samples.windows, say)
+            remarks = tell_rare_tokens(options, Model.of(source), owner.kept, samples.windows)
+            frontier = replace(frontier, remarks=remarks)
         owner.publish(frontier)
     return frontier
 
@@ -168,8 +169,8 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
     limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
     weights, model = sum(info.numel for info in source.tensors.values()), _model_of(source)
     if model is not None and task.name == "text-generation":
-        tables = sum(source.tensors[name].numel for name in tables_in_question(model))
-        weights -= int(tables * (1 - least_share(model)))
+        tables = sum(source.tensors[name].numel for name in tables_in_question(model, options))
+        weights -= int(tables * (1 - least_share(model, options)))
     if model is not None and (widths := column_widths(model)):
         weights -= model.blocks * model.unit_weights(SPACE) * (widths[-1] - widths[0])
     least = weights // 2

@@ -39,7 +39,7 @@ Result = MeasuredFile | MeasuredRounded
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
     "perplexity; they predict other tokens than MODEL, so there is no median, 90% or top-1. Tokens stay by what --text "
-    "has: on other kinds of text such files lose more."
+    "has: on other kinds of text such files lose more. So give --text of every kind, or --all-tokens."
 )
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
@@ -149,6 +149,7 @@ class Frontier:
         runtime: that it was measured in.
         loss, agreement: what `kl` and `top1` of a score are.
         items: what is read, and counted a second.
+        remarks: sentences of what the figures leave out.
     """
 
     folder: Path
@@ -166,6 +167,7 @@ class Frontier:
     loss: str = "KL"
     agreement: str = "top-1"
     items: str = "tokens"
+    remarks: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -250,6 +252,7 @@ class Frontier:
             "candidates": [_row(each) | {"pareto": each.candidate.name in pareto} for each in self.found],
             "recommended": None if self.best is None or not self.passed else self.best.candidate.name,
             "sentence": self.sentence,
+            "remarks": list(self.remarks),
             "commands": list(self.commands),
         }
 
@@ -309,6 +312,7 @@ class Frontier:
     def lines(self) -> list[str]:
         notes = [self.legend] if self.found else []
         notes += [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
+        notes += self.remarks
         if self.commands:
             script, folder = (shlex.quote(str(place)) for place in (self.folder / COMMANDS, self.folder))
             own = f"sh {script} makes it again, beside itself, as these do:"
@@ -348,6 +352,7 @@ def write_pages(frontier: Frontier, folder: Path, files: Sequence[str]) -> None:
     sentences = [frontier.sentence, f"{frontier.legend[0].upper()}{frontier.legend[1:]}."]
     if any(each.candidate.rows is not None for each in frontier.found):
         sentences.append(FEWER_TOKENS)
+    sentences += frontier.remarks
     section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())
     write_atomically(folder / PAGE, print_page(f"{frontier.model}: sizes and losses", [section]))
     for figure in frontier.figures():
