@@ -82,7 +82,8 @@ class Maker:
         return self.budgets.types
 
     @cached_property
-    def _mixtures(self) -> list[FileCandidate]:
+    def mixtures(self) -> list[FileCandidate]:
+        """All of llama.cpp's own."""
         return [self.mixture(name) for name in MIXTURES]
 
     def mixture(self, name: GgufType) -> FileCandidate:
@@ -99,13 +100,13 @@ class Maker:
         def cost(each: FileCandidate) -> float:
             return each.bytes if times is None else self.budget.time(self.budget.plan(each.chosen).kinds, times)
 
-        fitting = [each for each in self._mixtures if (each.kl or 0) <= loss and cost(each) <= limit]
+        fitting = [each for each in self.mixtures if (each.kl or 0) <= loss and cost(each) <= limit]
         if fitting:
             yield min(fitting, key=lambda each: each.kl or 0)
 
     def smallest_mixture(self, loss: float) -> Iterator[FileCandidate]:
         """Yield the smallest of llama.cpp's own mixtures that is predicted to lose at most `loss` nats, if any is."""
-        fitting = [each for each in self._mixtures if (each.kl or 0) <= loss]
+        fitting = [each for each in self.mixtures if (each.kl or 0) <= loss]
         if fitting:
             yield min(fitting, key=lambda each: each.bytes)
 

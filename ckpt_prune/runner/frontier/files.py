@@ -146,7 +146,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
         frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
         if best is not None:
             kept = budgets.vocabularies.kept_rows(best.candidate.rows)
-            frontier = replace(frontier, remarks=tell_rare_tokens(options, model, kept, texts.held_out))
+            rare = tell_rare_tokens(options, model, kept, texts.held_out)
+            frontier = replace(frontier, remarks=[*_words_of_mixtures(search, found), *rare])
         write_frontier(frontier, staging.path, maker, best)
         staging.publish()
     return frontier
@@ -271,6 +272,19 @@ def _found_by(search: _Search) -> str:
         return ""
     kl = search.choice.kl
     return f": KL {kl:.2f} is predicted, {math.exp(kl):.1f} times the perplexity, and {USABLE:g} times is the bound"
+
+
+def _words_of_mixtures(search: _Search, found: list[MeasuredFile]) -> list[str]:
+    """Say why no mixture of llama.cpp's own was made for a size, if none was."""
+    mixtures, limit = search.maker.mixtures, search.limit
+    if limit is None or {each.name for each in mixtures} & {each.candidate.name for each in found}:
+        return []
+    fitting = [each for each in mixtures if each.bytes <= limit]
+    if not fitting:
+        least = min(mixtures, key=lambda each: each.bytes)
+        return [f"No mixture of llama.cpp's own is so small: {least.name} has {decimal_bytes(least.bytes)}."]
+    best = min(fitting, key=lambda each: each.kl or 0)
+    return [f"The best mixture of llama.cpp's own is {best.name}, not made: KL {best.kl or 0:.3f} is predicted."]
 
 
 def _reach(search: _Search) -> int | None:
