@@ -167,7 +167,7 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
         allowed = allow_harm(USUAL_LOSS if options.max_loss is None else float(options.max_loss), task)
         return None, allowed
     limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
-    weights, model = sum(info.numel for info in source.tensors.values()), _model_of(source)
+    weights, model, tables = sum(info.numel for info in source.tensors.values()), _model_of(source), 0
     if model is not None and task.name == "text-generation":
         tables = sum(source.tensors[name].numel for name in tables_in_question(model, options))
         weights -= int(tables * (1 - least_share(model, options)))
@@ -177,7 +177,8 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
     if limit < least:
         raise UserError(
             f"--target-bytes: {decimal_bytes(limit)} are out of reach: 4 bits for each weight of {source.name}, with "
-            f"the fewest columns and tokens that are tried, take {decimal_bytes(least)}; ask for more"
+            f"the fewest columns{' and tokens' if tables else ''} that are tried, take {decimal_bytes(least)}; ask for "
+            "more"
         )
     return limit, None
 
