@@ -7,6 +7,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import ckpt_prune
 
 PACKAGE = Path(ckpt_prune.__file__).parent
@@ -22,14 +24,14 @@ def modules(folder: Path = PACKAGE) -> dict[str, Path]:
     return names
 
 
-def imports() -> dict[str, set[str]]:
-    """Module → modules of this package that it imports anywhere."""
+def imports(*, lazy: bool = True) -> dict[str, set[str]]:
+    """Module → modules of this package that it imports: anywhere, or where it is imported itself."""
     paths = modules()
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
         imported = graph[name] = set()
         tree = parse(path)
-        for node in ast.walk(tree):
+        for node in ast.walk(tree) if lazy else tree.body:
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names if alias.name in paths}
             elif isinstance(node, ast.ImportFrom) and node.module in paths:
@@ -72,6 +74,33 @@ def test_no_room_imports_itself_by_way_of_others():
     for name, others in rooms.items():
         others.discard(name)
     assert circle(rooms) == []
+
+
+COMMANDS = ("prune", "quantize", "export", "evaluate", "plan", "convert", "frontier.checkpoints", "frontier.graphs")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_starts_without_packages_of_extras(command):
+    """What a command needs for files of one kind alone is imported once these are asked for."""
+    graph, left, reached = imports(lazy=False), [f"ckpt_prune.runner.{command}"], set[str]()
+    while left:
+        module = left.pop()
+        reached.add(module)
+        left += graph[module] - reached
+    assert {"gguf", "libgguf", "peft", "xllamacpp"}.isdisjoint(
+        name for module in reached for name in top_packages(modules()[module])
+    )
+
+
+def top_packages(path: Path) -> set[str]:
+    """Packages that a file imports where it is imported itself."""
+    names = set()
+    for node in parse(path).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def test_a_circle_is_found():

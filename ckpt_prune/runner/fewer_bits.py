@@ -1,11 +1,11 @@
 """Name the command that makes a model as small by fewer bits: at every size that bits reach, they lose less."""
 
 import shlex
+from importlib.util import find_spec
 from math import prod
 
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
-from ckpt_prune.gguf.layout import CannotMapError, lay_out
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.column_budgets import BY_BUDGET
@@ -59,7 +59,11 @@ def _is_checkpoint(prepared: Prepared) -> bool:
 
 
 def _has_file(model: Model, kind: GgufType) -> bool:
-    """Whether llama.cpp computes a model; no weight is read."""
+    """Whether llama.cpp is known to compute a model, which the package gguf tells; no weight is read."""
+    if find_spec("gguf") is None:
+        return False
+    from ckpt_prune.gguf.layout import CannotMapError, lay_out
+
     try:
         lay_out(model, kind)
     except CannotMapError:

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
@@ -22,14 +25,18 @@ from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import TypeLosses, predict_type_losses, types_for
 from ckpt_prune.gguf.timing import FileTimes, time_types
 from ckpt_prune.gguf.types import OUTER, is_matrix
+from ckpt_prune.measure.samples.samples import SampleRange
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import MOST_COLUMNS, column_widths
-from ckpt_prune.runner.expert_columns import expert_widths
-from ckpt_prune.runner.pruning_budgets import PruningBudgets
-from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, least_share, plan_with_rows
+from ckpt_prune.runner.expert_columns import ExpertColumns, expert_widths
+from ckpt_prune.runner.pruning_budgets import Columns, PruningBudgets
+from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, least_share
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
+from ckpt_prune.stages.vocabulary.files import read_pieces
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows
 
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
@@ -51,6 +58,15 @@ class FileBudgets(PruningBudgets[TypeBudget]):
 
     def _is_fed(self, module: str) -> bool:
         return has_room(self.model, module, self.folds)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The columns that MLPs may keep, or all experts, and what is lost by them."""
+        if not expert_widths(self.model):
+            return super().columns
+        rest = len(self.few) if self.folds > 1 else 0
+        fitted, seed = SampleRange(self.samples, rest, len(self.samples)), self.options.seed
+        return ExpertColumns(self.model, fitted, self.few, seed, self.folder, self.journal, **self.how)
 
     @cached_property
     def _losses(self) -> TypeLosses:
@@ -95,7 +111,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
     def _plan(self, kept: Sequence[int]) -> FilePlanner:
         """Return the planner of files with some of the tokens."""
         if len(kept) not in self._narrow:
-            self._narrow[len(kept)] = plan_with_rows(self.model, kept, self.folder / "tokenizers" / str(len(kept)))
+            self._narrow[len(kept)] = _plan_with_rows(self.model, kept, self.folder / "tokenizers" / str(len(kept)))
         return self._narrow[len(kept)]
 
     def at_bytes(self, limit: int) -> TypeChoice:
@@ -160,6 +176,20 @@ def _without_losses(planner: FilePlanner, options: SampleOptions) -> tuple[TypeB
     fewest, most = (widths[0], widths[-1]) if widths else (1, MOST_COLUMNS)
     columns = {block: {fewest: 0.0, most: 0.0} for block in (range(model.blocks) if widths else blocks)}
     return TypeBudget(planner, losses, columns), least_share(model, options)
+
+
+def _plan_with_rows(model: Model, kept: Sequence[int], folder: Path) -> FilePlanner:
+    """Return the planner of the files of a model with some of its tokens, whose tokenizer is written into a folder."""
+    side = side_files_of(model.checkpoint).files
+    smaller = keep_rows(model, read_pieces(model.checkpoint.path, side), kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: path.read_bytes() for name, path in side.items()} | dict(smaller.checkpoint.rewritten)
+    files["config.json"] = pretty_json(smaller.checkpoint.config).encode()
+    for name, content in files.items():
+        if content is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    return FilePlanner(smaller, folder)
 
 
 def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 from ckpt_prune.budget.choices import BudgetError, solve_each
-from ckpt_prune.measure.samples.samples import SampleRange
+from ckpt_prune.budget.columns import ColumnLosses
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
-from ckpt_prune.runner.expert_columns import ExpertColumns, expert_widths
 from ckpt_prune.runner.rounding_trials import RoundingTrials
 from ckpt_prune.runner.vocabularies import SmallerVocabulary, Vocabularies
 
@@ -36,6 +35,16 @@ class Choice(Protocol):
 
     @property
     def kl(self) -> float: ...
+
+
+class Columns(Protocol):
+    """The columns that parts of a model may keep: what that loses, and the score by which the others go."""
+
+    @property
+    def losses(self) -> ColumnLosses: ...
+
+    @property
+    def score(self) -> str: ...
 
 
 B = TypeVar("B")
@@ -82,12 +91,8 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
         return ("moments", "gram", "linears") if self.prunes_columns else super().collected
 
     @cached_property
-    def columns(self) -> ColumnBudgets | ExpertColumns:
-        """The columns that MLPs may keep, or all experts, and what is lost by them."""
-        if expert_widths(self.model):
-            rest = len(self.few) if self.folds > 1 else 0
-            fitted, seed = SampleRange(self.samples, rest, len(self.samples)), self.options.seed
-            return ExpertColumns(self.model, fitted, self.few, seed, self.folder, self.journal, **self.how)
+    def columns(self) -> Columns:
+        """The columns that MLPs may keep, and what is predicted to be lost by them."""
         of = self.model, self.samples, self.options.seed, self.folder, self.journal
         return ColumnBudgets(*of, **self.how, measured=self.statistics if self.has_grams else None)
 

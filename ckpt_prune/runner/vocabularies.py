@@ -1,4 +1,4 @@
-"""Smaller vocabularies for a file: what they cost, what their files would be, and how their tokens write a text."""
+"""Smaller vocabularies for a file: what they cost, and how their tokens write a text."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from math import prod
-from pathlib import Path
 from typing import TypeVar
 
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
@@ -156,20 +153,6 @@ class Vocabularies:
         except UserError as error:
             Notices()(f"no smaller vocabulary is tried: {error}")
             return None
-
-
-def plan_with_rows(model: Model, kept: Sequence[int], folder: Path) -> FilePlanner:
-    """Return the planner of the files of a model with some of its tokens, whose tokenizer is written into a folder."""
-    side = side_files_of(model.checkpoint).files
-    smaller = keep_rows(model, read_pieces(model.checkpoint.path, side), kept)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {name: path.read_bytes() for name, path in side.items()} | dict(smaller.checkpoint.rewritten)
-    files["config.json"] = pretty_json(smaller.checkpoint.config).encode()
-    for name, content in files.items():
-        if content is not None:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-    return FilePlanner(smaller, folder)
 
 
 def parts_of_tokens(model: Model, kept: Sequence[int]) -> Callable[[int], list[int]]:
