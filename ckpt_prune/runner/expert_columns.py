@@ -1,6 +1,6 @@
 """Measures for budgets what a mixture loses if all its experts keep fewer columns: it is pruned so, and run.
 
-Which tokens an expert sees is not what gradients of the whole samples are of, and so nothing is predicted here.
+Nothing is predicted from gradients here: they are of all tokens of the samples, and an expert sees some of them.
 """
 
 import shutil
@@ -24,7 +24,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 
 SHARES = (Fraction(1, 2), Fraction(3, 4))
-"""Of the columns of every expert, that may stay."""
+"""Shares of each expert's columns that are tried: all experts keep the same share."""
 _COLUMNS = "losses of columns of experts"
 """Entry of the journal."""
 

@@ -14,7 +14,7 @@ from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.runner.frontier.asked import _read_streams, tell_rare_tokens
+from ckpt_prune.runner.frontier.asked import _read_streams, words_of_rare_tokens
 from ckpt_prune.runner.pruning_budgets import will_prune_columns
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach
 from ckpt_prune.runner.vocabularies import (
@@ -60,10 +60,10 @@ def test_windows_without_the_tokens_that_went_are_told_of(asked):
     stay = torch.isin(stream, torch.tensor(kept))
     assert 0 < (~stay).sum() < len(stay) / 10
     for windows, told in ((stream[stay], True), (stream, False), (stream[~stay], False)):
-        said = tell_rare_tokens(options, model, kept, windows[None])
+        said = words_of_rare_tokens(options, model, kept, windows[None])
         assert len(said) == told
         assert all(re.search(r"have \d+\.\d\d% more tokens, .* measured 0\.00%: ", each) for each in said)
-    assert tell_rare_tokens(options, model, None, stream[stay][None]) == []
+    assert words_of_rare_tokens(options, model, None, stream[stay][None]) == []
 
 
 def test_all_tokens_may_be_asked_to_stay(asked, tmp_path):

@@ -84,7 +84,7 @@ class BlockFactory:
         layer_config = model.with_widths(widths).config
         module: nn.Module
         with on_meta_device():
-            if self.family.is_stack or self.family.passes_on:  # blocks are told what no config says (T5)
+            if self.family.is_stack or self.family.passes_on:  # some attributes of blocks are in no config (T5)
                 module = copy.deepcopy(self._layers[index])
                 set_counts(module, self.family, self.model.dimension, widths)
             else:

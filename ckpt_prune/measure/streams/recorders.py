@@ -45,11 +45,11 @@ class Handed(NamedTuple):
 
 
 class ByWidth(NamedTuple):
-    """What blocks are passed of the first one's results, for as many units of a space as they have.
+    """A result of the first block that later blocks get as an argument, in two widths.
 
     Attributes:
-        space: whose units these results are of.
-        dense, narrow: for a block with all units, and for one without those that go.
+        space: the space whose units it has an axis for.
+        dense, narrow: for a block with all units, and for one with fewer.
     """
 
     space: SpaceName

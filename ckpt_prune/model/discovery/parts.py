@@ -19,6 +19,8 @@ _MAPPINGS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
     "AutoModelForTextEncoding": "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
 }
+_BARE = ("AutoModel", "AutoModelForTextEncoding")
+"""Classes without a head."""
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 _IMAGES = ("AutoModelForImageClassification", "AutoModel")
 _STAGE = "it is calibrated on images, which all stages read"
@@ -42,7 +44,7 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         return {"model_type": model_type, "architecture": architecture, "auto": whole_auto, "parts": parts}
     if not isinstance(values.get("text_config"), dict):
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
-    whole_auto, architecture = find_class(model_type, [*_MAPPINGS][:-2])
+    whole_auto, architecture = find_class(model_type, [auto for auto in _MAPPINGS if auto not in _BARE])
     config = parse_config(values)
     text: Any = config.text_config
     auto, own = find_class(text.model_type, [*_TEXT, "AutoModel"])

@@ -110,8 +110,10 @@ def _read_streams(options: FrontierOptions, model: Model) -> list[Tensor]:
     return [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
 
 
-def tell_rare_tokens(options: FrontierOptions, model: Model, kept: Sequence[int] | None, windows: Tensor) -> list[str]:
-    """Say so if the held-out texts have more of the tokens that went than the windows that a loss was measured on.
+def words_of_rare_tokens(
+    options: FrontierOptions, model: Model, kept: Sequence[int] | None, windows: Tensor
+) -> list[str]:
+    """Warn if the held-out texts have more of the dropped tokens than the windows that a loss was measured on.
 
     Args:
         kept: tokens that stay, rows of the embedding of `model`; None: all.

@@ -44,7 +44,7 @@ from ckpt_prune.runner.frontier.asked import (
     read_target,
     read_texts,
     say_if_whole_fits,
-    tell_rare_tokens,
+    words_of_rare_tokens,
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.pruning import prune_by
@@ -98,7 +98,7 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
         frontier = maker.record(results, limit, loss)
         if frontier.best is not None:
             kept = budgets.vocabularies.kept_rows(frontier.best.candidate.rows)
-            frontier = replace(frontier, remarks=tell_rare_tokens(texts.options, model, kept, texts.held_out))
+            frontier = replace(frontier, remarks=words_of_rare_tokens(texts.options, model, kept, texts.held_out))
         maker.publish(frontier)
     return frontier
 

@@ -40,7 +40,7 @@ from ckpt_prune.runner.frontier.asked import (
     read_texts,
     read_time,
     say_if_whole_fits,
-    tell_rare_tokens,
+    words_of_rare_tokens,
 )
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
@@ -146,7 +146,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
         frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
         if best is not None:
             kept = budgets.vocabularies.kept_rows(best.candidate.rows)
-            rare = tell_rare_tokens(options, model, kept, texts.held_out)
+            rare = words_of_rare_tokens(options, model, kept, texts.held_out)
             frontier = replace(frontier, remarks=[*_words_of_mixtures(search, found), *rare])
         write_frontier(frontier, staging.path, maker, best)
         staging.publish()

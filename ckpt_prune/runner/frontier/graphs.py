@@ -68,7 +68,7 @@ from ckpt_prune.runner.frontier.asked import (
     open_staging,
     read_time,
     say_if_whole_fits,
-    tell_rare_tokens,
+    words_of_rare_tokens,
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
@@ -155,7 +155,7 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
             frontier = maker.record(results, best_within(results, limit, loss), asked)
         owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
         if owner.kept is not None and samples.windows is not None:
-            remarks = tell_rare_tokens(options, Model.of(source), owner.kept, samples.windows)
+            remarks = words_of_rare_tokens(options, Model.of(source), owner.kept, samples.windows)
             frontier = replace(frontier, remarks=remarks)
         owner.publish(frontier)
     return frontier
@@ -456,7 +456,7 @@ class GraphMaker:
 
     @cached_property
     def _costs(self) -> TextCosts:
-        """What the text that weights are rounded by costs this model."""
+        """The negative log-likelihood, by this model, of the text that weights are rounded by."""
         windows = self.samples.for_rounding
         assert isinstance(windows, Tensor)
         return TextCosts(windows, (), lambda: self.scores.language_model)

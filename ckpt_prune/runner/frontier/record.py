@@ -185,6 +185,12 @@ class Frontier:
         return PRUNED if any(command.endswith(f" -o {PRUNED}") for command in self.commands) else self.place
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences that tell how to read the figures, and what they leave out."""
+        has_fewer = any(each.candidate.rows is not None for each in self.found)
+        return [*([FEWER_TOKENS] if has_fewer else []), *self.remarks]
+
+    @property
     def pareto(self) -> list[Result]:
         """Return those that no other one beats in bytes and divergence, the smallest first."""
         return pareto(self.found, lambda each: (each.score.bytes, each.score.kl))
@@ -229,7 +235,7 @@ class Frontier:
 
     @property
     def loss_of_best(self) -> Loss | None:
-        """What the best one loses, for its record. One with fewer tokens has no KL: it predicts other tokens."""
+        """The loss of the best candidate, as its own record keeps it: without a KL if that has fewer tokens."""
         if self.best is None or self.dense is None:
             return None
         score, on = self.best.score, self.data_words
@@ -311,8 +317,7 @@ class Frontier:
 
     def lines(self) -> list[str]:
         notes = [self.legend] if self.found else []
-        notes += [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
-        notes += self.remarks
+        notes += self.notes
         if self.commands:
             script, folder = (shlex.quote(str(place)) for place in (self.folder / COMMANDS, self.folder))
             own = f"sh {script} makes it again, beside itself, as these do:"
@@ -350,9 +355,7 @@ def write_pages(frontier: Frontier, folder: Path, files: Sequence[str]) -> None:
         lines = ["#!/bin/sh", about, "set -e", 'cd "$(dirname "$0")"', *frontier.commands, ""]
         write_atomically(folder / COMMANDS, "\n".join(lines))
     sentences = [frontier.sentence, f"{frontier.legend[0].upper()}{frontier.legend[1:]}."]
-    if any(each.candidate.rows is not None for each in frontier.found):
-        sentences.append(FEWER_TOKENS)
-    sentences += frontier.remarks
+    sentences += frontier.notes
     section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())
     write_atomically(folder / PAGE, print_page(f"{frontier.model}: sizes and losses", [section]))
     for figure in frontier.figures():

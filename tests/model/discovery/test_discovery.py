@@ -144,7 +144,7 @@ def test_a_planted_symmetry_is_not_proven(planted, together, alone):
 
 
 def test_units_that_one_table_is_of_are_the_same_in_all_blocks():
-    """Of T5's decoder those of self-attention are, and those of cross-attention are not."""
+    """T5's decoder has such a table for self-attention, and none for cross-attention."""
     architecture = "T5ForConditionalGeneration"
     values = config("t5", architecture) | {"decoder_start_token_id": 0}
     description = discover(values, Stack(architecture, "AutoModelForSeq2SeqLM", "decoder")).description
