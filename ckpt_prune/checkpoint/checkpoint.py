@@ -231,6 +231,11 @@ class Checkpoint:
         return path.relative_to(self.path).as_posix() if below else str(path.absolute())
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
     def _weight_stamps(self) -> dict[str, Stamp]:
         """Stamps of the files that tensors are read from, with their index and an adapter's files."""
         read = {part.file for info in self.tensors.values() for part in info.parts} | {INDEX}

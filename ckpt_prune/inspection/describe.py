@@ -230,7 +230,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         parameters=sum(info.numel for info in checkpoint.tensors.values()),
-        bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        bytes=checkpoint.nbytes,
         flops=report.after.flops if report else None,
         tokens=report.after.tokens if report else None,
         cache=report.after.cache if report else None,

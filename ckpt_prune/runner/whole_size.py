@@ -46,5 +46,5 @@ def _opened(within: PartOf, cost: Cost) -> dict[str, Any]:
     tensors = within.whole.tensors
     return {
         "parameters": sum(info.numel for name, info in tensors.items() if is_parameter(name)),
-        "bytes": sum(info.nbytes for info in tensors.values()),
+        "bytes": within.whole.nbytes,
     }

@@ -72,20 +72,27 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, sized, mon
         "share of the tokens for which both put the same first"
     )
     assert "5 steps: predictions of MODEL; importance of inputs; " in output
+    dense = load_file(place / "model" / "model.safetensors").values()
+    size = sum(tensor.nbytes for tensor in dense)
+    (row,) = [line.split("  ") for line in output.splitlines() if line.startswith("MODEL as it is  ")]
+    assert [cell.strip() for cell in row if cell.strip()][:3] == ["MODEL as it is", decimal_bytes(size), "0"]
+    assert found["dense_bytes"] == size
     assert (place / "sized" / "frontier.svg").read_text().startswith("<svg xmlns=")
     code, output = run("validate", place / "sized", "--text", place / "held_out.txt", "--samples", 2, "--window", 48)
     assert output.startswith("llama.cpp, "), output  # beside its model, which the record names
     assert found["recommended"] in (place / "sized" / "frontier.html").read_text()
     monkeypatch.chdir(place / "sized")
     script = (place / "sized" / "make.sh").read_text().splitlines()
-    assert script[-len(found["commands"]) :] == found["commands"]
+    assert script[-len(found["commands"]) :] == [f"{line} --overwrite" for line in found["commands"]]
     assert script[3] == 'cd "$(dirname "$0")"'
     for line in found["commands"]:
         words = shlex.split(line)[1:]
-        unproven = {"export": ["--no-validate"], "quantize": ["--evaluate-samples", "0"]}
-        code, output = run(*words, *unproven.get(words[0], []))
+        code, output = run(*words, *(["--no-validate"] if words[0] == "export" else []))
         assert code == 0, output
     assert (place / "sized" / "made.gguf").read_bytes() == file.read_bytes()
+    card = (place / "sized" / "README.md").read_text()
+    assert f"found for model, {found['sentence']}." in card
+    assert "as architecture `llama`:\n\n```sh\nllama-cli -m model.gguf\n```" in card
 
 
 @pytest.mark.usefixtures("all_tokens")

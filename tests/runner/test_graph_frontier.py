@@ -76,8 +76,8 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert (found["measured_in"], found["loss"]) == ("onnxruntime", "KL")
     assert found["sentence"] in sized
     assert re.search(
-        r": keep all weights, and of the 16 weight matrices of products and embeddings store "
-        r"(\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest): [\d.]+ KB, KL ",
+        r": keep all weights: [\d.]+ KB, KL .*; of the 16 weight matrices of products and embeddings store "
+        r"(\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest)$",
         found["sentence"],
     )
     assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
@@ -91,7 +91,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert "measured in onnxruntime on " in sized
     monkeypatch.chdir(place / "sized")
     (line,) = [line for line in Path("make.sh").read_text().splitlines() if line.startswith("ckpt-prune ")]
-    assert line == found["commands"][0]
+    assert line == f"{found['commands'][0]} --overwrite"
     code, output = run(*shlex.split(line)[1:], "--no-validate")
     assert code == 0, output
     assert Path("made/model_q4.onnx").read_bytes() == file.read_bytes()
@@ -107,7 +107,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
 
 def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
     card = (place / "sized" / "README.md").read_text()
-    assert "\n`ckpt-prune frontier` found for model, within 300 KB: keep all weights, " in card
+    assert "\n`ckpt-prune frontier` found for model, within 300 KB: keep all weights: " in card
     assert (
         "\nIt was measured in onnxruntime on 2 windows of 32 tokens of held_out.txt. `make.sh` makes it again. " in card
     )
@@ -374,6 +374,7 @@ def test_if_nothing_usable_is_fast_enough_the_fastest_that_is_usable_is_named():
         "model": "m",
         "commands": (),
         "reach": None,
+        "dense_bytes": 20_000,
     }
     frontier = Frontier(folder=Path("out"), dense=None, found=found, best=found[3], runtime="onnxruntime", **words)
     sizes = {"whole": 9, "int8": 7, "smaller int8": 8, "small": 4}

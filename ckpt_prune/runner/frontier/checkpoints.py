@@ -231,6 +231,7 @@ class CheckpointMaker:
             place=str(as_named_in(options.output, options).model),
             model=model_name(self.budgets.model.checkpoint.path),
             dense=self.dense,
+            dense_bytes=self.budgets.model.checkpoint.nbytes,
             found=results,
             best=best,
             asked=words_of_target(limit, loss),

@@ -11,13 +11,16 @@ from typing import Any
 
 import yaml
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.common.graph_types import GGUF_FILES, GgufType
 from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.evaluation.fewer_tokens import TokenParts
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.score import TextPredictions, diverge_from, score_file
 from ckpt_prune.gguf.timing import FileTimes, time_file
 from ckpt_prune.gguf.types import NO_OTHERS
@@ -37,6 +40,7 @@ from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, Measu
 from ckpt_prune.runner.frontier.pruning import prune_by
 from ckpt_prune.runner.frontier.record import FILE, MADE, PRUNED, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.vocabularies import parts_of_tokens
+from ckpt_prune.show.model_card import CARD, described_by_card, front_matter, lines_of_search, source_card
 
 MIXTURES: tuple[GgufType, ...] = (
     *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
@@ -200,7 +204,8 @@ def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker
     if candidate.prunes:  # the recipe says all
         found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
     elif candidate.feedback:
-        found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", MADE_FILE]]
+        quantize = ["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data]
+        found = [[*quantize, "--evaluate-samples", "0", "-o", MADE_FILE]]
     else:
         export = ["export", model, *trust, "--format", "gguf", "--dtype", candidate.chosen, *types]
         found = [
@@ -227,6 +232,7 @@ def make_frontier(
         place=str(as_named_in(options.output, options).model),
         model=model_name(maker.budgets.model.checkpoint.path),
         dense=maker.reference.perplexity,
+        dense_bytes=maker.budgets.model.checkpoint.nbytes,
         found=found,
         best=best,
         asked=asked,
@@ -247,4 +253,28 @@ def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: Measure
         if candidate.prunes:
             files.append(RECIPE)
             write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(candidate, export=True), sort_keys=False))
+        files.append(CARD)
     write_pages(frontier, folder, files)
+    if best is not None:
+        write_atomically(folder / CARD, _card(folder, maker.budgets.model.checkpoint))
+
+
+def _card(folder: Path, source: Checkpoint) -> str:
+    """Return README.md of a folder that holds a file, and the record of the search that found it."""
+    architecture = open_gguf(folder / FILE).values["general.architecture"]
+    base = {"base_model": source.name, "base_model_relation": "quantized"} if "/" in source.name else {}
+    described = described_by_card(source_card(source.path), "AutoModelForCausalLM")
+    lines = [
+        front_matter({"library_name": "gguf", **base, **described, "tags": ["ckpt-prune", "gguf"]}),
+        f"# {as_markdown(source.name)}, GGUF",
+        "",
+        f"For llama.cpp, and what is built on it, as architecture {as_code(str(architecture))}:",
+        "",
+        "```sh",
+        f"llama-cli -m {FILE}",
+        "```",
+        "",
+        *lines_of_search(folder),
+        "",
+    ]
+    return "\n".join(lines)

@@ -166,7 +166,7 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
     if options.target_bytes is None:
         allowed = allow_harm(USUAL_LOSS if options.max_loss is None else float(options.max_loss), task)
         return None, allowed
-    limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
+    limit = parse_size("bytes", options.target_bytes).of(source.nbytes)
     weights, model, tables = sum(info.numel for info in source.tensors.values()), _model_of(source), 0
     if model is not None and task.name == "text-generation":
         tables = sum(source.tensors[name].numel for name in tables_in_question(model, options))
@@ -579,6 +579,7 @@ class GraphMaker:
             place=str(as_named_in(self.options.output, self.options).model),
             model=model_name(self.source.path),
             dense=self.scores.dense,
+            dense_bytes=self.source.nbytes,
             found=found,
             best=best,
             asked=asked,

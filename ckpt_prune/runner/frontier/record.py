@@ -139,6 +139,7 @@ class Frontier:
         folder: that holds the file and the picture.
         place: of the model, as it is called there.
         dense: perplexity of the dense model; None if it predicts no tokens.
+        dense_bytes: of the dense model's tensors, as they are stored.
         found: in the order they were made.
         best: within the target; None if nothing is.
         asked: the target in words.
@@ -156,6 +157,7 @@ class Frontier:
     place: str
     model: str
     dense: float | None
+    dense_bytes: int
     found: Sequence[Result]
     best: Result | None
     asked: str
@@ -220,7 +222,7 @@ class Frontier:
         first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
         took = "" if self.best.score.ms is None else f"{self.best.score.ms:.4g} ms, "
         size = f"{took}{decimal_bytes(self.best.score.bytes)}"
-        return f"{self.asked}: {first}, and {candidate.advice}: {size}, {self._figures}"
+        return f"{self.asked}: {first}: {size}, {self._figures}; {candidate.advice}"
 
     @property
     def _figures(self) -> str:
@@ -255,6 +257,7 @@ class Frontier:
             "measured_on": self.data_words,
             "loss": self.loss,
             "dense_perplexity": self.dense,
+            "dense_bytes": self.dense_bytes,
             "candidates": [_row(each) | {"pareto": each.candidate.name in pareto} for each in self.found],
             "recommended": None if self.best is None or not self.passed else self.best.candidate.name,
             "sentence": self.sentence,
@@ -263,9 +266,9 @@ class Frontier:
         }
 
     def table(self) -> Table:
-        """Return a row for each candidate, the smallest first."""
+        """Return a row for each candidate, the smallest first, and one for the dense model."""
         names = {each.candidate.name for each in self.pareto}
-        rows = []
+        rows = list[list[str]]()
         for each in sorted(self.found, key=lambda each: each.score.bytes):
             score, predicted = each.score, each.candidate.kl
             rows.append(
@@ -286,6 +289,9 @@ class Frontier:
         speeds = speeds[: max((len(each.score.speeds) for each in self.found), default=2)]
         losses = [f"{self.loss} {what}" for what in ("measured", "predicted", "median", "90%")]
         headings = ["file", "size", *losses, "perplexity", self.agreement, "ms", *speeds]
+        dense = ["MODEL as it is", decimal_bytes(self.dense_bytes), "0", *"–––"]
+        dense.append("–" if self.dense is None else f"{self.dense:.2f}")
+        rows.append(dense + ["–"] * (len(headings) - len(dense)))
         known = [any(row[place] != "–" for row in rows) for place in range(len(headings))]
         shown = [[cell for cell, keep in zip(row, known, strict=True) if keep] for row in (headings, *rows)]
         return Table(shown[0], shown[1:])
@@ -352,7 +358,8 @@ def write_pages(frontier: Frontier, folder: Path, files: Sequence[str]) -> None:
     files = [*files, PAGE, *([CHART] if frontier.found else []), *([COMMANDS] if frontier.best else [])]
     if frontier.best is not None:
         about = "# Makes it again beside this script, in whose folder the commands run."
-        lines = ["#!/bin/sh", about, "set -e", 'cd "$(dirname "$0")"', *frontier.commands, ""]
+        again = [f"{each} --overwrite" if each.startswith("ckpt-prune ") else each for each in frontier.commands]
+        lines = ["#!/bin/sh", about, "set -e", 'cd "$(dirname "$0")"', *again, ""]
         write_atomically(folder / COMMANDS, "\n".join(lines))
     sentences = [frontier.sentence, f"{frontier.legend[0].upper()}{frontier.legend[1:]}."]
     sentences += frontier.notes

@@ -174,7 +174,7 @@ def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: 
         statistics=None if statistics is None else statistics.index.digest,
         samples=None if live is None else len(live.samples),
         sample_digest=None if live is None else live.samples.fingerprint,
-        before=sum(info.nbytes for info in checkpoint.tensors.values()),
+        before=checkpoint.nbytes,
         after=prepared.output.cost.bytes,
         report=None if report is None else report.data(),
     )
