@@ -68,9 +68,6 @@ SHORT_CONVOLUTION = {
 DELTA_NET = {
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -79,7 +76,9 @@ DELTA_NET = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
 }
-"""Gated linear attention of Qwen3-Next and Qwen3.5, by the names that `linear_attention` gives."""
+DELTA_FUSED = DELTA_NET | {"linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"}
+DELTA_APART = DELTA_NET | {"linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta"}
+"""Gated linear attention of Qwen3-Next, and of Qwen3.5. `orders` splits what is fused; older files have it whole."""
 
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -160,6 +159,11 @@ class Architecture:
         """Whether it is a mixture of experts."""
         return "expert_count" in self.counts
 
+    def added_to(self, tensor: str) -> int:
+        """Return what is added to a tensor: `norm_offset` to norms, but for those of linear attention."""
+        is_norm = tensor.endswith("norm.weight") and not tensor.startswith("linear_attn.")
+        return self.norm_offset if is_norm else 0
+
     def query_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
         """Return the number by whose root llama.cpp divides products of queries and keys."""
         return hidden // heads if blocks == self.large else head_dim
@@ -183,6 +187,8 @@ _SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
+DELTA_HEADS = "ssm.time_step_rank"
+"""Key of the heads of values of a gated delta net."""
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _WIDTHS = _WIDTH | {SHARED_WIDTH: "shared_expert_intermediate_size"}
@@ -240,7 +246,7 @@ _DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
+    DELTA_HEADS: "linear_num_value_heads",
 }
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
@@ -318,12 +324,12 @@ ARCHITECTURES = (
                  "use_expert_bias": (True,)}, counts=_CHOSEN | {"shortconv.l_cache": "conv_L_cache"},
                  widths=_WIDTH, constants=_SIGMOID, hybrid="kv_heads",
                  leading="num_dense_layers"),
-    Architecture("qwen3next", "qwen3_next", DELTA_NET | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
+    Architecture("qwen3next", "qwen3_next", DELTA_FUSED | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
                  norm_offset=1, only=_SILU | _EXPERTS_ALONE | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _DELTA,
                  widths=_WIDTHS, partial=True, hybrid="interval", gated=True),
-    Architecture("qwen35", "qwen3_5_text", DELTA_NET | ATTENTION | HEAD_NORMS | GATED, biases=_NONE, norm_offset=1,
+    Architecture("qwen35", "qwen3_5_text", DELTA_APART | ATTENTION | HEAD_NORMS | GATED, biases=_NONE, norm_offset=1,
                  only=_SILU, counts=_DELTA, partial=True, hybrid="interval", gated=True, sections=True),
-    Architecture("qwen35moe", "qwen3_5_moe_text", DELTA_NET | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
+    Architecture("qwen35moe", "qwen3_5_moe_text", DELTA_APART | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
                  norm_offset=1, only=_SILU, counts=_CHOSEN | _DELTA, widths=_WIDTHS, partial=True,
                  hybrid="interval", gated=True, sections=True),
     Architecture("ernie4_5-moe", "ernie4_5_moe", LLAMA | EXPERTS | SHARED_ALWAYS | {

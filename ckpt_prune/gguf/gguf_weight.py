@@ -30,6 +30,22 @@ class GgufWeight:
         shape, zeros = (len(parts), *parts[0].shape), sum(part.zeros for part in parts)
         return cls(shape, lambda: torch.stack([part.read() for part in parts]), zeros, tuple(parts))
 
+    @classmethod
+    def join(cls, parts: Sequence["GgufWeight"], axis: int) -> "GgufWeight":
+        """Return tensors as one, one behind the other on an axis, each in float32."""
+        if all(part.parts for part in parts) and axis:
+            return cls.stack([cls.join(each, axis - 1) for each in zip(*(part.parts for part in parts), strict=True)])
+        shape = [*parts[0].shape]
+        shape[axis] = sum(part.shape[axis] for part in parts)
+        zeros = sum(part.zeros for part in parts)
+        return cls(tuple(shape), lambda: torch.cat([part.read().float() for part in parts], axis), zeros)
+
+    def transpose(self) -> "GgufWeight":
+        """Return it with its last two axes the other way round."""
+        if self.parts:
+            return self.stack([part.transpose() for part in self.parts])
+        return self.apply(lambda tensor: tensor.mT, (*self.shape[:-2], self.shape[-1], self.shape[-2]))
+
     def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "GgufWeight":
         """Return the same tensor in float32, changed."""
         return GgufWeight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
@@ -77,3 +93,7 @@ class GgufWeight:
     def times(self, factor: float) -> "GgufWeight":
         """Return it multiplied by a number."""
         return self if factor == 1 else self.apply(lambda tensor: tensor * factor)
+
+    def plus(self, number: float) -> "GgufWeight":
+        """Return it with a number added."""
+        return self if number == 0 else self.apply(lambda tensor: tensor + number)

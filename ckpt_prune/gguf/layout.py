@@ -15,6 +15,7 @@ from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import (
     ARCHITECTURES,
     ATTENTION,
+    DELTA_HEADS,
     DIFFERENT,
     GATED,
     KEY,
@@ -24,7 +25,7 @@ from ckpt_prune.gguf.architectures import (
     Architecture,
 )
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.linear_attention import DeltaHeads, order_heads
+from ckpt_prune.gguf.orders import DeltaHeads, as_in_file, order_of_halves, order_of_heads
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
@@ -33,8 +34,6 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-_DELTA_HEADS = "ssm.time_step_rank"
-"""Key of the heads of values of a gated delta net."""
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
 _ORIGINAL = "original_max_position_embeddings"
@@ -107,8 +106,9 @@ class GgufSource:
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
         model_type = str(checkpoint.config["model_type"])
         candidates = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
+        halves = [order for architecture in candidates[:1] for order in order_of_halves(architecture)]
         stacked = map(_stack_experts, blocks)
-        return cls(model, outer, tuple(_split_halves(block, candidates[:1]) for block in stacked), candidates)
+        return cls(model, outer, tuple(as_in_file(block, halves) for block in stacked), candidates)
 
     def value(self, key: str) -> Any:
         """Return a value of config.json that all blocks share, or the default of its class."""
@@ -223,7 +223,7 @@ class GgufSource:
                 filled[name] = weight.fill(axis, *sizes)
         for fused, parts in ((_FUSED_ATTENTION, _INPUTS), (_FUSED_GATES, _GATES)):
             if fused in stored:
-                filled[fused] = _fuse([filled.pop(part) for part in parts])
+                filled[fused] = GgufWeight.join([filled.pop(part) for part in parts], 0)
         return filled
 
     def with_first_head(self) -> "GgufSource":
@@ -252,18 +252,18 @@ class GgufSource:
 
     def order_delta_heads(self, architecture: Architecture) -> "GgufSource":
         """Return the same with the heads of linear attention in the order that llama.cpp has."""
-        keys, values = (int(self.value(architecture.counts[key])) for key in ("ssm.group_count", _DELTA_HEADS))
+        keys, values = (int(self.value(architecture.counts[key])) for key in ("ssm.group_count", DELTA_HEADS))
         rows = int(self.value("linear_key_head_dim"))
         if rows != int(self.value("linear_value_head_dim")):
             raise CannotMapError("heads of its linear attention have as many rows of keys as of values")
-        heads = DeltaHeads(keys, values, rows)
+        orders = order_of_heads(architecture, DeltaHeads(keys, values, rows))
         for index, block in enumerate(self.blocks):
             decay = block.get("linear_attn.A_log")
             if decay is not None and decay.shape != (values,):
                 raise CannotMapError(
                     f"all blocks have {values} heads of linear attention, and block {index} has {decay.shape[0]}"
                 )
-        return replace(self, blocks=tuple(order_heads(block, heads) for block in self.blocks))
+        return replace(self, blocks=tuple(as_in_file(block, orders) for block in self.blocks))
 
     def absorb_scales(self) -> "GgufSource":
         """Return the same with Granite's factors multiplied into its weights."""
@@ -351,7 +351,7 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         notes.append("block 0 has no attention, and gets one head of zeros: llama.cpp wants one in the first block")
     source, filled = _fill_up(source, architecture, kind)
     notes += filled
-    if _DELTA_HEADS in architecture.counts:
+    if DELTA_HEADS in architecture.counts:
         source = source.order_delta_heads(architecture)
     if architecture.differs:
         source = source.split()
@@ -543,8 +543,8 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     values |= {key: widths[key] for key in architecture.widths}
     if architecture.hybrid == "interval":
         values |= _intervals([shape.heads > 0 for shape in shapes])
-    if _DELTA_HEADS in architecture.counts:
-        values["ssm.inner_size"] = values[_DELTA_HEADS] * values["ssm.state_size"]
+    if DELTA_HEADS in architecture.counts:
+        values["ssm.inner_size"] = values[DELTA_HEADS] * values["ssm.state_size"]
     if architecture.leading:
         values["leading_dense_block_count"] = sum(not shape.experts for shape in shapes)
     return values
@@ -645,7 +645,7 @@ def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
 
 def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[str, GgufWeight]]:
     for name, weight in source.outer.items():
-        yield _map_name(architecture, architecture.outer, name), _offset(architecture, name, weight)
+        yield _map_name(architecture, architecture.outer, name), weight.plus(architecture.added_to(name))
     scaled, factor = _query_factor(source, architecture)
     for index, (block, shape) in enumerate(zip(source.blocks, source.shapes, strict=True)):
         for name, weight in block.items():
@@ -654,12 +654,12 @@ def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[s
             if architecture.name == "openelm" and module in (KEY, VALUE):
                 continue
             if architecture.name == "openelm" and module == QUERY:
-                yield f"blk.{index}.attn_qkv.weight", _fuse([block[name] for name in _INPUTS])
+                yield f"blk.{index}.attn_qkv.weight", GgufWeight.join([block[name] for name in _INPUTS], 0)
                 continue
             if architecture.neighbours and heads:
                 weight = weight.pair_neighbours(heads)
             mapped = _map_name(architecture, architecture.block, name)
-            weight = _offset(architecture, name, weight).times(factor if module == scaled else 1)
+            weight = weight.plus(architecture.added_to(name)).times(factor if module == scaled else 1)
             yield f"blk.{index}.{mapped}", _as_stored(mapped, weight)
 
 
@@ -698,11 +698,6 @@ def _as_stored(tensor: str, weight: GgufWeight) -> GgufWeight:
     return weight
 
 
-def _offset(architecture: Architecture, name: str, weight: GgufWeight) -> GgufWeight:
-    is_norm = architecture.norm_offset and name.endswith("norm.weight") and not name.startswith("linear_attn.")
-    return weight.apply(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
-
-
 def _stack_experts(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
     """Return the tensors of a block with those of all its experts as one, (experts, …), named without a number."""
     stacked: dict[str, GgufWeight] = {}
@@ -716,23 +711,3 @@ def _stack_experts(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
     for name, by_number in experts.items():
         stacked[name] = GgufWeight.stack([weight for _, weight in sorted(by_number.items())])
     return stacked
-
-
-def _split_halves(block: dict[str, GgufWeight], candidates: tuple[Architecture, ...]) -> dict[str, GgufWeight]:
-    """Return the tensors of a block with those that hold rows of gate and of up as two."""
-    for architecture in candidates:
-        for name in architecture.halves.keys() & block.keys():
-            weight = block.pop(name)
-            axis = len(weight.shape) - (2 if name.endswith(".weight") else 1)
-            places = torch.arange(weight.shape[axis])
-            halves = places.reshape(-1, 2).T if architecture.alternating else places.reshape(2, -1)
-            block |= {
-                part: weight.take(axis, rows) for part, rows in zip(architecture.halves[name], halves, strict=True)
-            }
-    return block
-
-
-def _fuse(parts: list[GgufWeight]) -> GgufWeight:
-    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    zeros = sum(part.zeros for part in parts)
-    return GgufWeight(shape, lambda: torch.cat([part.read().float() for part in parts]), zeros)

@@ -21,18 +21,19 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.conversion.stock_checkpoint import Compare, NewTensor, StockCheckpoint
-from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, SHARED_WIDTH, Architecture
+from ckpt_prune.gguf.architectures import ARCHITECTURES, DELTA_HEADS, DIFFERENT, KEY, QUERY, SHARED_WIDTH, Architecture
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import llama3_divisors
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
+from ckpt_prune.gguf.orders import DeltaHeads, as_in_checkpoint, order_of_halves, order_of_heads
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from ckpt_prune.gguf.types import type_of_file
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
-from ckpt_prune.model.skeleton import RefusedConfigError, stock_names
+from ckpt_prune.model.skeleton import Names, RefusedConfigError, stock_names
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import RuntimeProof
 from ckpt_prune.show.model_card import front_matter
@@ -46,7 +47,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
-_YARN = ("llama", "qwen2", "qwen3", "olmo2")
+_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss")
 """Architectures in which llama.cpp's YaRN was compared with transformers'."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
@@ -77,7 +78,8 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
         raise UserError(f"{path}: transformers refuses such a model: {error.rule}") from error
     weights = {
         name: _in_shape(weight, names.shapes.get(name, weight.shape))
-        for name, weight in _tensors(file, architecture, config)
+        for stacked, each in _tensors(file, architecture, config)
+        for name, weight in _as_saved(stacked, each, names)
     }
     shapes = {name: weight.shape for name, weight in weights.items()}
     check_shapes(shapes, names, str(path))
@@ -176,7 +178,7 @@ def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.values.get("general.architecture")
-    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.hybrid != "interval" and not each.alternating]
+    known = (*ARCHITECTURES, *DIFFERENT)
     candidates = [each for each in known if each.name == name]
     if not candidates:
         convertible = ", ".join(sorted({each.name for each in known}))
@@ -223,10 +225,12 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
-    if architecture.hybrid:
+    if architecture.hybrid == "kv_heads":
         config |= _mixers(keys, blocks)
     else:
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
+    if architecture.hybrid == "interval":
+        config["layer_types"] = _attending(keys, blocks)
     for key, allowed in architecture.only.items():
         config[key] = allowed[0]
         if key == "sliding_window":
@@ -237,7 +241,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config["attention_multiplier"] = head_dim**-0.5
     if architecture.large:
         config["query_pre_attn_scalar"] = architecture.query_scalar(blocks, hidden, heads, head_dim)
-    _add_experts(keys, architecture, config)
+    _add_counts(keys, architecture, config)
     _add_biases(file, config)
     _add_windows(keys, architecture, config)
     rotated = keys.number("rope.dimension_count", head_dim)
@@ -249,6 +253,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.name == "granite":
         neutral["rope.scaling.finetuned"] = (True,)
+    if architecture.sections:
+        keys.take("rope.dimension_sections")  # which rotary pairs are of what: in a text all are alike
     if architecture.experts:
         neutral |= MIXTURE_NEUTRAL
         neutral["expert_weights_norm"] = (config.get("norm_topk_prob"),)
@@ -270,19 +276,38 @@ def _mixers(keys: Keys, blocks: int) -> dict[str, Any]:
     }
 
 
-def _add_experts(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
-    """How many experts there are, and how wide they are."""
+def _attending(keys: Keys, blocks: int) -> list[str]:
+    """Which blocks of a Qwen3.5 have attention: those that are not listed as others, or the last of every so many."""
+    every = keys.number("full_attention_interval", 4)
+    usual = [(index + 1) % every != 0 for index in range(blocks)]
+    others = keys.entries("attention.recurrent_layers", bool, usual)
+    if len(others) != blocks:
+        raise keys.refuse("attention.recurrent_layers", f"and there are {blocks} blocks; download it again")
+    return ["linear_attention" if each else "full_attention" for each in others]
+
+
+def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
+    """How many experts and heads of linear attention there are, and how wide they are."""
     for key, target in {**architecture.counts, **architecture.widths}.items():
         value = keys.number(key, least=0 if "shared" in key else 1)
         if key == "expert_count" and value > _MOST_EXPERTS:
             raise keys.refuse(key, f"and llama.cpp takes {_MOST_EXPERTS} at most; download it again")
         if target:
             config[target] = value
+    if DELTA_HEADS in architecture.counts:
+        heads, size = _delta_heads(config), keys.number("ssm.inner_size")
+        if heads.values % heads.keys or heads.values * heads.rows != size:
+            raise keys.refuse("ssm.inner_size", f"not {heads.values} heads of {heads.rows}; download it again")
+        config["linear_value_head_dim"] = heads.rows
     if architecture.leading:
         config[architecture.leading] = keys.number("leading_dense_block_count", 0, least=0)
     for key, value in architecture.constants.items() if architecture.experts else ():
         if keys.take(key) != value:
             raise keys.refuse(key, f"and {architecture.model_type} computes {value}")
+
+
+def _delta_heads(config: Mapping[str, Any]) -> DeltaHeads:
+    return DeltaHeads(*(config[f"linear_{key}"] for key in ("num_key_heads", "num_value_heads", "key_head_dim")))
 
 
 def _factor(keys: Keys, architecture: Architecture, key: str) -> float | None:
@@ -312,7 +337,8 @@ def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int)
     factor = keys.decimal("rope.scaling.factor", 0) or keys.decimal("rope.scale_linear", 0) or 1.0
     has_table = architecture.table and _LLAMA3_TABLE in file.tensors
     if kind == "yarn" and architecture.name in _YARN and not has_table and factor >= 1:
-        return parameters | _yarn(keys, factor)
+        # Published models of gpt-oss do not round the bounds of YaRN, as llama.cpp does.
+        return parameters | _yarn(keys, factor) | ({"truncate": False} if architecture.name == "gpt-oss" else {})
     if kind == "none" or (kind == "linear" and factor == 1):
         return _table(file, parameters, rotated) if has_table else parameters
     if kind == "linear" and not has_table:
@@ -398,16 +424,16 @@ def _local_blocks(keys: Keys, blocks: int, usual: int) -> list[bool]:
 def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufWeight]]:
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     inner = {mapped: module for module, mapped in architecture.block.items()}
-    halves: dict[str, dict[str, GgufWeight]] = {}
-    fused = {part: name for name, parts in architecture.halves.items() for part in parts}
+    found: dict[str, dict[str, GgufWeight]] = {}
     for name, info in file.tensors.items():
         if name == _LLAMA3_TABLE and config["rope_parameters"].get("rope_type") == "llama3":
             continue
         base, _, kind = name.rpartition(".")
-        inside = _IN_BLOCK.fullmatch(base)
-        module = outer.get(base) if inside is None else inner.get(inside["tensor"])
-        tensor = f"{module}.{kind}" if inside is None or module else inner.get(f"{inside['tensor']}.{kind}")
-        if tensor is None or (inside is None and module is None) or kind not in ("weight", "bias"):
+        inside = _IN_BLOCK.fullmatch(name)
+        whole = inner.get(inside["tensor"]) if inside else None
+        module = inner.get(inside["tensor"].removesuffix(f".{kind}")) if inside else outer.get(base)
+        tensor = whole or f"{module}.{kind}"
+        if whole is None and (module is None or kind not in ("weight", "bias")):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
         weight = GgufWeight(info.shape, partial(file.read, name))
         heads = {QUERY: config["num_attention_heads"], KEY: config["num_key_value_heads"]}.get(module or "")
@@ -415,38 +441,51 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             if info.shape[0] % (2 * heads):
                 raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
             weight = weight.pair_neighbours(heads, back=True)
-        if architecture.norm_offset and kind == "weight" and "norm" in tensor:
-            weight = weight.apply(lambda tensor: tensor - architecture.norm_offset)
-        start = "" if inside is None else f"model.layers.{inside['block']}."
-        if tensor in fused:
-            parts = halves.setdefault(start + fused[tensor], {})
-            parts[tensor] = weight
-            if len({part.shape for part in parts.values()}) > 1 or len(info.shape) < 2:
-                raise UserError(f"{file.path}: {name} is not shaped as its other half; download it again")
-            if len(parts) == 2:
-                yield start + fused[tensor], _join([parts[each] for each in architecture.halves[fused[tensor]]])
-        elif ".experts." in tensor:
+        if base.endswith("_exps"):
             if info.shape[0] != config[architecture.counts["expert_count"]]:
                 raise UserError(
                     f"{file.path}: {name} has {info.shape[0]} experts, and others have not; download it again"
                 )
-            for place in range(info.shape[0]):
-                expert = tensor.replace(".experts.", f".experts.{place}.")
-                yield start + expert, GgufWeight(info.shape[1:], partial(file.read, name, place))
-        else:
-            yield start + tensor, weight
+            # One is read at a time.
+            reads = (partial(file.read, name, place) for place in range(info.shape[0]))
+            weight = GgufWeight.stack([GgufWeight(info.shape[1:], read) for read in reads])
+        if name.endswith(".ssm_a"):
+            weight = weight.apply(lambda decay: (-decay).double().log().float())
+        start = f"model.layers.{inside['block']}." if inside else ""
+        found.setdefault(start, {})[tensor] = weight.plus(-architecture.added_to(tensor))
+    orders = order_of_halves(architecture)
+    if DELTA_HEADS in architecture.counts:
+        orders += order_of_heads(architecture, _delta_heads(config))
+    for start, block in found.items():
+        try:
+            yield from ((start + tensor, weight) for tensor, weight in as_in_checkpoint(block, orders).items())
+        except ValueError as error:
+            raise UserError(
+                f"{file.path}: {start}{error} is not shaped as what belongs to it; download it again"
+            ) from None
 
 
-def _join(parts: Sequence[GgufWeight]) -> GgufWeight:
-    """Return rows of gate and of up, of a matrix or of one for each expert, as one tensor."""
-    shape = (*parts[0].shape[:-2], sum(part.shape[-2] for part in parts), parts[0].shape[-1])
-    return GgufWeight(shape, lambda: torch.cat([part.read() for part in parts], -2))
+def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str, GgufWeight]]:
+    """Yield a tensor under the names that its class saves it: a stack of all experts, or each of them."""
+    module, _, kind = name.rpartition(".")
+    bare = module if kind == "weight" else f"{module}_bias"
+    if not weight.parts or name in names.shapes:
+        yield name, weight
+    elif bare in names.shapes:
+        owner = names.model.get_submodule(names.parameters(bare)[0].rpartition(".")[0])
+        is_turned = kind == "weight" and getattr(owner, "is_transposed", False)
+        yield bare, weight.transpose() if is_turned else weight
+    else:
+        experts, _, linear = module.rpartition(".")
+        yield from ((f"{experts}.{place}.{linear}.{kind}", part) for place, part in enumerate(weight.parts))
 
 
 def _in_shape(weight: GgufWeight, shape: Sequence[int]) -> GgufWeight:
     """Return a tensor with the axes of one unit that its class has and GGUF has not, or the other way round."""
     alike = [size for size in weight.shape if size > 1] == [size for size in shape if size > 1]
-    return weight.apply(lambda tensor: tensor.reshape(tuple(shape)), tuple(shape)) if alike else weight
+    if not alike or tuple(shape) == weight.shape:
+        return weight
+    return weight.apply(lambda tensor: tensor.reshape(tuple(shape)), tuple(shape))
 
 
 def _dtype(file: GgufFile) -> torch.dtype:
@@ -460,6 +499,8 @@ def _dtype(file: GgufFile) -> torch.dtype:
 
 
 def _read_rounded(name: str, weight: GgufWeight, dtype: torch.dtype) -> Tensor:
+    if weight.parts:
+        return torch.stack([_read_rounded(name, part, dtype) for part in weight.parts])
     rounded = weight.read().to(dtype)
     if not torch.isfinite(rounded).all():
         raise UserError(f"{name} has NaN, Inf, or numbers beyond {dtype}: write the file anew")

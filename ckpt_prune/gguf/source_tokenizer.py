@@ -169,7 +169,7 @@ def _of_words(keys: Keys, vocabulary: Mapping[str, int], pre: Any) -> Tokenizer:
     if expressions is None:
         raise UserError(f"{keys.where}: the pre-tokenizer {str(pre)[:40]!r} is not converted")
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, ignore_merges=pre in _WHOLE_WORDS))
-    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    tokenizer.normalizer = normalizers.NFC() if pre in ("qwen2", "qwen35") else None
     digits = pre_tokenizers.Digits(individual_digits=True)
     steps = [digits if step == "digits" else pre_tokenizers.Split(Regex(step), "isolated") for step in expressions]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

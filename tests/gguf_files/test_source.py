@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.gguf_weight import GgufWeight
+from ckpt_prune.gguf.orders import Order, as_in_checkpoint
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.show.model_card import source_card
 from tests.gguf_files.test_families import FAMILIES
@@ -25,7 +27,6 @@ from tests.pairs import every
 UNREAD = {
     *("phi3-longrope", "phi3"),  # scaled rotary positions; a window that llama.cpp ignores
     "hunyuan-dynamic",
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss"),  # rows of several matrices take turns
     *("gemma2-scale", "gemma3-scale"),  # the scale is in other weights, which compute the same
 }
 
@@ -69,6 +70,26 @@ def test_types_are_those_of_gguf_py(llama, tmp_path, kind):
         gguf.quantize(dense["model.layers.1.mlp.up_proj.weight"].numpy(), rounded.kind), rounded.kind
     )
     np.testing.assert_array_equal(file.read("blk.1.ffn_up.weight")[:48].numpy(), expected)
+
+
+def test_experts_in_mxfp4_are_read_as_gguf_py_decodes_them(tmp_path):
+    """As published files of gpt-oss have them: rows of gate and up take turns, and matrices lie on their sides."""
+    folder = save(tmp_path / "model", "gpt_oss", **FAMILIES["gpt_oss"][1] | {"intermediate_size": 64})
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    edit_file(tmp_path / "m.gguf", tmp_path / "packed.gguf", "_exps.weight")
+    ckpt_prune.convert(tmp_path / "packed.gguf", output=tmp_path / "back", proof=False)
+    dense, back = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "back"))
+    for name in ("gate_up_proj", "down_proj"):
+        key, kind = f"model.layers.1.mlp.experts.{name}", gguf.GGMLQuantizationType.MXFP4
+        expected = gguf.dequantize(gguf.quantize(dense[key].mT.contiguous().numpy(), kind), kind)
+        np.testing.assert_array_equal(back[key].mT.float().numpy(), expected)
+
+
+def test_halves_of_other_sizes_are_refused():
+    gate, up = (GgufWeight((rows, 2), lambda: None) for rows in (4, 2))
+    order = Order("both", ("gate", "up"), -2, lambda rows: torch.arange(rows).chunk(2))
+    with pytest.raises(ValueError, match="gate"):
+        as_in_checkpoint({"gate": gate, "up": up}, [order])
 
 
 def break_file(data: bytes, what: str) -> bytes:
@@ -127,8 +148,8 @@ def test_whatever_is_written_over_a_header_is_read_or_refused(llama, place, byte
         assert "\n" not in str(error)  # noqa: PT017
 
 
-def edit_file(file: Path, out: Path, **values: object) -> Path:
-    """A copy of a file with other keys; None takes one away."""
+def edit_file(file: Path, out: Path, packed: str = "nothing", **values: object) -> Path:
+    """A copy of a file with other keys; None takes one away. Tensors with `packed` in their names are in MXFP4."""
     old = open_gguf(file)
     writer = gguf.GGUFWriter(out, (old.values | values)["general.architecture"])
     for key, value in (old.values | values).items():
@@ -137,7 +158,8 @@ def edit_file(file: Path, out: Path, **values: object) -> Path:
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(key, value)
     for name in old.tensors:
-        writer.add_tensor(name, old.read(name).numpy())
+        tensor, kind = old.read(name).numpy(), gguf.GGMLQuantizationType.MXFP4 if packed in name else None
+        writer.add_tensor(name, gguf.quantize(tensor, kind) if kind else tensor, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
