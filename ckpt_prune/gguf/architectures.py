@@ -6,7 +6,7 @@ A family's own architecture has one shape for all blocks. Two have shapes per bl
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gguf import ExpertGatingFuncType
 
@@ -80,6 +80,29 @@ DELTA_FUSED = DELTA_NET | {"linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in
 DELTA_APART = DELTA_NET | {"linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta"}
 """Gated linear attention of Qwen3-Next, and of Qwen3.5. `orders` splits what is fused; older files have it whole."""
 
+
+class StateSpaceKeys(NamedTuple):
+    """Keys of config.json with the sizes of Mamba 2, by the names of GGUF keys; `rows` are those of a head."""
+
+    conv_kernel: str
+    state_size: str
+    group_count: str
+    time_step_rank: str
+    rows: str
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """GGUF key → key of config.json."""
+        return {f"ssm.{name}": key for name, key in self._asdict().items() if name != "rows"}
+
+
+def mamba_2(module: str) -> dict[str, str]:
+    """Return the names of a Mamba 2, which is a module of its block."""
+    weights = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+    others = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+    return {f"{module}.{name}": tensor for name, tensor in (weights | others).items()}
+
+
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
 
@@ -118,6 +141,8 @@ class Architecture:
             that follows from others.
         hybrid: blocks without attention have another mixer of tokens, and the file says which by no heads of keys and
             values ("kv_heads") or by how often attention comes ("interval").
+        state_space: keys of config.json with the sizes of the Mamba 2 that blocks have.
+        switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
         gated: queries come with a gate, head by head in one module.
         sections: the file says which rotary pairs are for time, height and width, which in a text are all the same.
         leading: key of config.json that says how many blocks have no experts, if the first have none.
@@ -148,6 +173,8 @@ class Architecture:
     own_keys: bool = False
     widths: Mapping[str, str] = field(default_factory=dict)
     hybrid: Literal["", "kv_heads", "interval"] = ""
+    state_space: StateSpaceKeys | None = None
+    switch: str = ""
     gated: bool = False
     sections: bool = False
     leading: str = ""
@@ -216,6 +243,16 @@ _GRANITE_HALVES = {
     f"{module}.input_linear.weight": (f"{module}.gate_linear.weight", f"{module}.up_linear.weight")
     for module in ("block_sparse_moe", "shared_mlp")
 }
+_GRANITE_DENSE = (
+    NORMS
+    | ATTENTION
+    | {
+        "shared_mlp.gate_linear": "ffn_gate",
+        "shared_mlp.up_linear": "ffn_up",
+        "shared_mlp.output_linear": "ffn_down",
+    }
+)
+_MAMBA = StateSpaceKeys("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
 _OSS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
@@ -250,6 +287,23 @@ _DELTA = {
 }
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
+
+
+def _granite_4(name: str, names: Mapping[str, str], **mixture: Any) -> Architecture:
+    """Return an architecture of Granite 4: with Mamba 2 in some blocks, or with attention in all."""
+    only, biases, more = dict[str, tuple[Any, ...]](), frozenset(ATTENTION), dict[str, Any]()
+    if name == "granitehybrid":
+        names, biases = {**names, **mamba_2("mamba")}, biases | {"mamba.conv1d"}
+        only, more = {"mamba_conv_bias": (True,), "mamba_expand": (2,)}, {"hybrid": "kv_heads", "state_space": _MAMBA}
+    if name == "granitemoe":
+        only = {"position_embedding_type": ("rope",)}
+    else:
+        more["switch"] = "position_embedding_type"
+    if not mixture:
+        only, more["widths"] = only | {"num_local_experts": (0,)}, {"feed_forward_length": "shared_intermediate_size"}
+    return Architecture(name, "granitemoehybrid", names, neighbours=True, only=_SILU | only, biases=biases, table=True,
+                        absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, **more, **mixture)  # fmt: skip
+
 
 ARCHITECTURES = (
     Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
@@ -311,6 +365,9 @@ ARCHITECTURES = (
                    absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, widths=widths,
                    counts=_CHOSEN | {"expert_count": "num_local_experts"})
       for each, widths in (("granitemoe", {}), ("granitemoeshared", {SHARED_WIDTH: "shared_intermediate_size"}))),
+    *(_granite_4(name, _GRANITE_DENSE) for name in ("granitehybrid", "granite")),
+    *(_granite_4(name, _GRANITE_EXPERTS, widths={SHARED_WIDTH: "shared_intermediate_size"},
+                 counts=_CHOSEN | {"expert_count": "num_local_experts"}) for name in ("granitehybrid", "granitemoe")),
     Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window=True, pattern=2,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}, halves=_OSS_HALVES, alternating=True,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size")),

@@ -26,6 +26,7 @@ from ckpt_prune.gguf.architectures import (
 )
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.orders import DeltaHeads, as_in_file, order_of_halves, order_of_heads
+from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensors
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
@@ -105,9 +106,9 @@ class GgufSource:
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
         model_type = str(checkpoint.config["model_type"])
-        candidates = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
+        stacked = [_stack_experts(block) for block in blocks]
+        candidates = _candidates(model_type, stacked)
         halves = [order for architecture in candidates[:1] for order in order_of_halves(architecture)]
-        stacked = map(_stack_experts, blocks)
         return cls(model, outer, tuple(as_in_file(block, halves) for block in stacked), candidates)
 
     def value(self, key: str) -> Any:
@@ -265,6 +266,27 @@ class GgufSource:
                 )
         return replace(self, blocks=tuple(as_in_file(block, orders) for block in self.blocks))
 
+    @cached_property
+    def state_space(self) -> StateSpace:
+        """Sizes of the Mamba 2 of its blocks, which are the same in all."""
+        keys = self.candidates[0].state_space
+        assert keys is not None
+        of_outputs = [found for block in self.blocks if (found := self.find(block, "ssm_out")) is not None]
+        heads, groups, states = (
+            int(self.value(key)) for key in (keys.time_step_rank, keys.group_count, keys.state_size)
+        )
+        sizes = StateSpace(heads, of_outputs[0].shape[1], groups, states)
+        for index, block in enumerate(self.blocks):
+            found = self.find(block, "ssm_in")
+            if found is not None and (found.shape[0] != sum(sizes.inputs) or sizes.columns % heads or heads % groups):
+                raise CannotMapError(f"all blocks have {heads} heads of Mamba 2, and those of block {index} are others")
+        return sizes
+
+    def shape_state_spaces(self) -> "GgufSource":
+        """Return the same with the axes that llama.cpp has in Mamba 2."""
+        blocks = tuple(shape_tensors(block, self.modules, self.state_space) for block in self.blocks)
+        return replace(self, blocks=blocks)
+
     def absorb_scales(self) -> "GgufSource":
         """Return the same with Granite's factors multiplied into its weights."""
         residual, embedding = self.value("residual_multiplier"), self.value("embedding_multiplier")
@@ -278,6 +300,14 @@ class GgufSource:
 
         blocks = tuple(scale_block(block, inner) for block in self.blocks)
         return replace(self, outer=scale_block(self.outer, outer), blocks=blocks)
+
+
+def _candidates(model_type: str, blocks: Sequence[Block]) -> tuple[Architecture, ...]:
+    """Return the architectures of a family: those with experts if blocks have experts, else those without any."""
+    named = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
+    modules = {_module(name) for block in blocks for name in block}
+    experts = any(each.block.get(module, "").endswith("_exps") for each in named for module in modules)
+    return tuple(each for each in named if each.experts == experts) or named
 
 
 def _module(name: str) -> str:
@@ -353,6 +383,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     notes += filled
     if DELTA_HEADS in architecture.counts:
         source = source.order_delta_heads(architecture)
+    if architecture.state_space:
+        source = source.shape_state_spaces()
     if architecture.differs:
         source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source
@@ -475,6 +507,8 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
     if architecture.hybrid and len(attending) in (0, len(source.shapes)):
         raise CannotMapError("some of its blocks have attention and some have none, and here all are alike")
+    if architecture.state_space and (reason := reason_against(source.model.config)) is not None:
+        raise CannotMapError(reason)
     if architecture.name != "deci" and source.without_attention:
         raise CannotMapError("all of its blocks have attention, and here some have none")
 
@@ -540,11 +574,14 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     if architecture.differs or architecture.hybrid == "kv_heads":
         values["attention.head_count_kv"] = [shape.kv_heads for shape in shapes]
     widths = {"expert_feed_forward_length": shapes[-1].columns, "expert_shared_feed_forward_length": shapes[-1].shared}
-    values |= {key: widths[key] for key in architecture.widths}
+    values |= {key: widths[key] for key in architecture.widths if key in widths}
     if architecture.hybrid == "interval":
         values |= _intervals([shape.heads > 0 for shape in shapes])
     if DELTA_HEADS in architecture.counts:
         values["ssm.inner_size"] = values[DELTA_HEADS] * values["ssm.state_size"]
+    if architecture.state_space:
+        values |= {key: int(source.value(name)) for key, name in architecture.state_space.stored.items()}
+        values["ssm.inner_size"] = source.state_space.columns
     if architecture.leading:
         values["leading_dense_block_count"] = sum(not shape.experts for shape in shapes)
     return values
@@ -581,6 +618,8 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
     window = source.value("sliding_window") if source.value("use_sliding_window") is not False else None
     if window and not architecture.window:
         context = min(context, int(window))
+    if architecture.switch:
+        values["rope.scaling.finetuned"] = source.value(architecture.switch) == "rope"
     if architecture.sections:
         values["rope.dimension_sections"] = [len(range(part, rotated // 2, 3)) for part in range(3)] + [0]
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()

@@ -187,13 +187,16 @@ def _architecture(file: GgufFile) -> Architecture:
         )
     if name == "openelm":
         raise UserError(f"{file.path}: openelm is not converted; prune the checkpoint that the file was made from")
-    # An OLMo 3 is an olmo2 with windows, a Mixtral a llama with experts.
+    # An OLMo 3 is an olmo2 with windows, a Mixtral a llama with experts, a Granite 4 a granite without positions.
     windows, experts, shared = (
         bool(file.values.get(f"{name}.{key}")) for key in ("attention.sliding_window", "expert_count", SHARED_WIDTH)
     )
 
+    unrotated = file.values.get(f"{name}.rope.scaling.finetuned") is False
+
     def fits(each: Architecture) -> tuple[bool, ...]:
-        return each.experts == experts, (SHARED_WIDTH in each.widths) == shared, each.window == windows
+        is_shared = (SHARED_WIDTH in each.widths) == shared
+        return each.experts == experts, is_shared, each.window == windows, bool(each.switch) == unrotated
 
     return max(candidates, key=fits)
 
@@ -226,7 +229,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
     if architecture.hybrid == "kv_heads":
-        config |= _mixers(keys, blocks)
+        config |= _mixers(keys, blocks, "linear_attention" if architecture.state_space else "conv")
     else:
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
     if architecture.hybrid == "interval":
@@ -239,6 +242,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config[target] = _factor(keys, architecture, key)
     if config.get("attention_multiplier", 1) is None:
         config["attention_multiplier"] = head_dim**-0.5
+    if architecture.switch:
+        config[architecture.switch] = "rope" if keys.flag("rope.scaling.finetuned", True) else "nope"
     if architecture.large:
         config["query_pre_attn_scalar"] = architecture.query_scalar(blocks, hidden, heads, head_dim)
     _add_counts(keys, architecture, config)
@@ -263,16 +268,16 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return config
 
 
-def _mixers(keys: Keys, blocks: int) -> dict[str, Any]:
-    """Which blocks of an LFM2 have attention: those with heads of keys and values."""
+def _mixers(keys: Keys, blocks: int, other: str) -> dict[str, Any]:
+    """Which blocks have attention, those with heads of keys and values; the others are of type `other`."""
     counts = keys.entries("attention.head_count_kv", int)
     kinds = {count for count in counts if count}
     if len(kinds) != 1 or len(counts) != blocks or min(counts) < 0:
         raise UserError(f"{keys.where}: {keys.prefix}.attention.head_count_kv has other blocks; download it again")
     return {
         "num_key_value_heads": kinds.pop(),
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
-        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else other for count in counts],
+        **({"block_auto_adjust_ff_dim": False} if other == "conv" else {}),
     }
 
 
@@ -299,6 +304,13 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
         if heads.values % heads.keys or heads.values * heads.rows != size:
             raise keys.refuse("ssm.inner_size", f"not {heads.values} heads of {heads.rows}; download it again")
         config["linear_value_head_dim"] = heads.rows
+    if architecture.state_space:
+        for key, target in architecture.state_space.stored.items():
+            config[target] = keys.number(key)
+        heads, size = config[architecture.state_space.time_step_rank], keys.number("ssm.inner_size")
+        if size % heads or heads % config[architecture.state_space.group_count]:
+            raise keys.refuse("ssm.inner_size", f"and {heads} heads in groups do not divide it; download it again")
+        config[architecture.state_space.rows] = size // heads
     if architecture.leading:
         config[architecture.leading] = keys.number("leading_dense_block_count", 0, least=0)
     for key, value in architecture.constants.items() if architecture.experts else ():
@@ -374,6 +386,9 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
     model_type = config["model_type"]
     if model_type in ("llama", "granite"):
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
+    elif model_type == "granitemoehybrid":
+        whole = {"layer_types": ["full_attention"] * config["num_hidden_layers"], "mamba_n_heads": 1}
+        config |= {"attention_bias": "attn_q" in biases} | ({} if "layer_types" in config else whole)
     elif model_type == "seed_oss":
         config |= {"attention_bias": "attn_q" in biases, "attention_out_bias": False, "mlp_bias": False}
     elif model_type == "glm4_moe":
@@ -449,6 +464,8 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             # One is read at a time.
             reads = (partial(file.read, name, place) for place in range(info.shape[0]))
             weight = GgufWeight.stack([GgufWeight(info.shape[1:], read) for read in reads])
+        if architecture.state_space and name.endswith(".ssm_norm.weight"):
+            weight = weight.apply(lambda tensor: tensor.flatten(), (math.prod(info.shape),))
         if name.endswith(".ssm_a"):
             weight = weight.apply(lambda decay: (-decay).double().log().float())
         start = f"model.layers.{inside['block']}." if inside else ""

@@ -83,7 +83,7 @@ _LLAMA_CPP = (
     *("olmo3", "arcee", "cohere2", "exaone4", "glm4", "hunyuan_v1_dense", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron", "lfm2", "lfm2_moe", "qwen3_next"),
     *("qwen3_5_text", "qwen3_5_moe_text", "ernie4_5_moe", "glm4_moe", "dots1", "gpt_oss", "granitemoe"),
-    "granitemoeshared",
+    *("granitemoeshared", "granitemoehybrid"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

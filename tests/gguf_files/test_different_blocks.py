@@ -8,7 +8,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from tests.gguf_files.tiny import DELTA, GRANITE, HYBRID, LONGROPE, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, GRANITE, GRANITE_4, HYBRID, LONGROPE, WINDOWED, proving, save
 from tests.pairs import first_of_each
 
 FORMS = {
@@ -24,6 +24,7 @@ FORMS = {
     "olmo2": ("olmo2", {}, "olmo2"),
     "lfm2": ("lfm2", HYBRID | {"block_auto_adjust_ff_dim": False}, "lfm2"),
     "qwen3_5_text": ("qwen3_5_text", DELTA, "qwen35"),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE_4, "granitehybrid"),
     "phi3-longrope": ("phi3", LONGROPE, "phi3"),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "starcoder2"),
 }

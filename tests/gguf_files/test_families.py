@@ -13,7 +13,19 @@ from ckpt_prune.gguf.export import export_gguf, validate_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import open_model
-from tests.gguf_files.tiny import DELTA, GRANITE, HYBRID, LONGROPE, MIXTURE, ROUTED, SIZES, WINDOWED, proving, save
+from tests.gguf_files.tiny import (
+    DELTA,
+    GRANITE,
+    GRANITE_4,
+    HYBRID,
+    LONGROPE,
+    MIXTURE,
+    ROUTED,
+    SIZES,
+    WINDOWED,
+    proving,
+    save,
+)
 from tests.pairs import every
 from tests.runner.frontiers import run
 
@@ -42,6 +54,8 @@ OSS = {
     "rope_parameters": YARN
     | {"rope_theta": 1.5e5, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
 }
+EXPERTS_4 = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}
+ATTENTION_4 = {"layer_types": ["full_attention"] * 6}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -68,6 +82,13 @@ FAMILIES = {
     "granitemoeshared": (
         "granitemoeshared",
         MIXTURE | GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 40},
+    ),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE_4),
+    "granite-4": ("granitemoehybrid", GRANITE_4 | EXPERTS_4 | {"position_embedding_type": "rope"}),
+    "granite-4-attention": ("granitemoehybrid", GRANITE_4 | ATTENTION_4 | {"attention_bias": True}),
+    "granite-4-experts": (
+        "granitemoehybrid",
+        GRANITE_4 | EXPERTS_4 | ATTENTION_4 | {"position_embedding_type": "rope"},
     ),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
@@ -150,6 +171,9 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         ),
         ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] * 6}, "some of its blocks have attention and some"),
         ("qwen3_5_text", DELTA | {"linear_value_head_dim": 16}, "have as many rows of keys as of values"),
+        ("granitemoehybrid", GRANITE_4 | {"mamba_expand": 1, "mamba_d_head": 4}, "it computes mamba_expand 2, and"),
+        ("granitemoehybrid", GRANITE_4 | {"time_step_limit": (0.1, 1.0)}, "it does not limit time steps, and"),
+        ("granitemoehybrid", GRANITE_4 | EXPERTS_4 | ATTENTION_4, "it computes position_embedding_type 'rope', and"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says, tmp_path):

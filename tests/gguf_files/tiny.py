@@ -50,6 +50,22 @@ DELTA = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"] * 3,
 }
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+GRANITE_4 = (
+    GRANITE
+    | MAMBA
+    | {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
+    }
+)
 MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 6, "first_k_dense_replace": 1}
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
