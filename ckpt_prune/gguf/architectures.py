@@ -125,7 +125,8 @@ class Architecture:
         A 0 means the same.
         only: key of config.json → the values that llama.cpp computes.
         biases: modules that may have a bias; None: any.
-        window: llama.cpp applies the config's sliding window. Elsewhere the context is cut to the window.
+        window: llama.cpp applies the config's sliding window. Elsewhere the context is cut to the window. "some": some
+            blocks must have it; "pattern": all must but the exceptions of `pattern`.
         pattern: block → whether it is an exception (full attention, no rotary positions): the last of every N.
         large: number of blocks of the model of 27 B, in which llama.cpp scales attention by hidden size / heads.
         table: llama.cpp divides rotary frequencies by a table.
@@ -148,6 +149,8 @@ class Architecture:
         leading: key of config.json that says how many blocks have no experts, if the first have none.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
+        scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
+        rotary: GGUF key → key of config.json's rope_parameters with a number, if YaRN scales positions.
     """
 
     name: str
@@ -160,7 +163,7 @@ class Architecture:
     absent: Mapping[str, float | None] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     biases: frozenset[str] | None = None
-    window: bool = False
+    window: bool | Literal["some", "pattern"] = False
     pattern: int | None = None
     large: int | None = None
     table: bool = False
@@ -180,6 +183,8 @@ class Architecture:
     leading: str = ""
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    rotary: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def experts(self) -> bool:
@@ -286,6 +291,9 @@ _DELTA = {
     DELTA_HEADS: "linear_num_value_heads",
 }
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
+_QUERY_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
+_XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")}
+_UNTIED: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,)}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
 
@@ -349,8 +357,7 @@ ARCHITECTURES = (
     Architecture("glm4", "glm4", {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
                  "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"} | ATTENTION |
                  {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_INPUTS, partial=True),
-    Architecture("hunyuan-dense", "hunyuan_v1_dense", LLAMA | {"self_attn.query_layernorm": "attn_q_norm",
-                 "self_attn.key_layernorm": "attn_k_norm"}, only=_SILU, biases=_NONE),
+    Architecture("hunyuan-dense", "hunyuan_v1_dense", LLAMA | _QUERY_NORMS, only=_SILU, biases=_NONE),
     Architecture("llama", "mixtral", NORMS | ATTENTION | MIXTRAL, neighbours=True, only=_SILU, biases=_NONE,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
     Architecture("qwen2moe", "qwen2_moe", NORMS | ATTENTION | EXPERTS | SHARED, biases=_INPUTS, only=_SILU |
@@ -402,6 +409,32 @@ ARCHITECTURES = (
     Architecture("dots1", "dots1", LLAMA | HEAD_NORMS | _ROUTED, biases=_NONE, leading=_LEADING, values=_SCALED,
                  only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _ROUTED_COUNTS,
                  widths=_WIDTH, constants=_SIGMOID_SUM, own_keys=True),
+    Architecture("mistral3", "ministral3", neighbours=True, only=_SILU, biases=_NONE,
+                 rotary={"attention.temperature_scale": "llama_4_scaling_beta"}),
+    Architecture("apertus", "apertus", {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
+                 "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | ATTENTION | HEAD_NORMS, biases=_NONE,
+                 only=_UNTIED | {"hidden_act": ("xielu",)}, table=True, scalars=_XIELU),
+    Architecture("afmoe", "afmoe", {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+                 "pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm",
+                 "self_attn.gate_proj": "attn_gate", "mlp.expert_bias": "exp_probs_b.bias"} | ATTENTION | HEAD_NORMS |
+                 GATED | EXPERTS | SHARED_ALWAYS | {"mlp.router.gate": "ffn_gate_inp"}, biases=_NONE,
+                 window="pattern", pattern=4, leading="num_dense_layers", only=_SILU | {"mup_enabled": (True,)},
+                 values={"expert_weights_scale": "route_scale"}, widths=_WIDTH, constants=_SIGMOID_SUM,
+                 counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}),
+    Architecture("minimax-m2", "minimax_m2", NORMS | ATTENTION | HEAD_NORMS | MIXTRAL | {
+                 "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | _UNTIED, biases=_NONE,
+                 partial=True, counts=_CHOSEN | {"expert_count": "num_local_experts"}, constants=_SIGMOID,
+                 widths=dict.fromkeys(_WIDTH, "intermediate_size")),
+    Architecture("hunyuan-moe", "hunyuan_v1_moe", NORMS | ATTENTION | _QUERY_NORMS | EXPERTS | {
+                 "mlp.gate.wg": "ffn_gate_inp"} | {
+                 name.replace("shared_experts", "shared_mlp"): tensor for name, tensor in SHARED_ALWAYS.items()},
+                 only=_SILU, biases=_NONE, counts=_CHOSEN | {"expert_used_count": "moe_topk"},
+                 widths=dict.fromkeys((*_WIDTH, SHARED_WIDTH), "intermediate_size")),
+    Architecture("exaone-moe", "exaone_moe", LLAMA | HEAD_NORMS | _ROUTED | {
+                 "mlp.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, window="some", pattern=4,
+                 leading=_LEADING, values=_SCALED, only=_SILU | _ONE_GROUP | _UNTIED | {"norm_topk_prob": (True,)},
+                 counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""},
+                 constants=_SIGMOID_SUM),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

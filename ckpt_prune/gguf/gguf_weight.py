@@ -48,7 +48,7 @@ class GgufWeight:
 
     def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "GgufWeight":
         """Return the same tensor in float32, changed."""
-        return GgufWeight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
+        return GgufWeight(self.shape if shape is None else shape, lambda: change(self.read().float()), self.zeros)
 
     def fill(self, axis: int, now: tuple[int, ...], filled: tuple[int, ...]) -> "GgufWeight":
         """Return it with zeros behind what an axis holds.

@@ -38,8 +38,11 @@ _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
 _ORIGINAL = "original_max_position_embeddings"
-_YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "truncate": None}
+_YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | dict.fromkeys(
+    ("attention_factor", "truncate", "mscale", "mscale_all_dim")
+)
 """Settings of YaRN that may be stated → the value that llama.cpp has; None: any."""
+_YARN_KEYS = {"rope_type", "type", "rope_theta", "factor", "max_position_embeddings", _ORIGINAL, *_YARN}
 _EXPERT = re.compile(r"(?P<before>.+)\.(?P<number>\d+)(?P<after>\..+)")
 _BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
@@ -115,6 +118,20 @@ class GgufSource:
         """Return a value of config.json that all blocks share, or the default of its class."""
         config = self.model.checkpoint.config
         return config[key] if key in config else getattr(self.model.config, key, None)
+
+    def count(self, key: str) -> int:
+        """Return a whole number of config.json, which may be stated of each block.
+
+        Raises:
+            CannotMapError: it is none, or blocks differ in it.
+        """
+        stated = self.value(key)
+        numbers = stated if isinstance(stated, list) and stated else [stated]
+        if type(numbers[0]) is not int or any(each != numbers[0] for each in numbers):
+            raise CannotMapError(
+                f"{key} of config.json is one whole number for all blocks, and here {str(stated)[:40]}"
+            )
+        return numbers[0]
 
     @property
     def tied(self) -> bool:
@@ -211,6 +228,7 @@ class GgufSource:
         groups = (now.kv_heads, dim), (then.kv_heads, dim)
         columns, shared = (((getattr(now, name),), (getattr(then, name),)) for name in ("columns", "shared"))
         places = {
+            **({"attn_gate": (0, heads)} if now.heads else {}),
             **{"attn_q": (0, queries), "attn_k": (0, groups), "attn_v": (0, groups), "attn_output": (1, heads)},
             **dict.fromkeys(("ffn_gate", "ffn_up"), (0, columns)),
             **dict.fromkeys(("ffn_down", "ffn_gate_exps", "ffn_up_exps"), (1, columns)),
@@ -487,6 +505,12 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
             raise CannotMapError(f"it always computes {name}, and config.json has none")
     if architecture.name == "openelm" and not source.tied:
         raise CannotMapError("its head is its embedding, and this one has a head of its own")
+    if isinstance(architecture.window, str):
+        full = [each == "full_attention" for each in source.value("layer_types")]
+        if all(full) or not source.value("sliding_window"):
+            raise CannotMapError("some of its blocks see a window of tokens only, and here all see all")
+        if architecture.window == "pattern" and full != _lasts(architecture, len(full)):
+            raise CannotMapError(f"every {architecture.pattern}th of its blocks sees all tokens, and here others do")
     if architecture.pattern is not None and not architecture.window:
         last = [not each for each in source.value("no_rope_layers")]
         if last != _lasts(architecture, len(source.blocks)):
@@ -517,7 +541,7 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
     """Refuse blocks whose experts are not as many as config.json says of all, and blocks without any elsewhere."""
     if not architecture.experts:
         return
-    wanted = int(source.value(architecture.counts["expert_count"]))
+    wanted = source.count(architecture.counts["expert_count"])
     of_experts = {module for module, tensor in source.modules.items() if tensor.endswith("_exps")}
     found = {
         weight.shape[0] for block in source.blocks for name, weight in block.items() if _module(name) in of_experts
@@ -548,6 +572,9 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "attention.value_length": source.head_dim,
         "vocab_size": source.outer["model.embed_tokens.weight"].shape[0],
     }
+    values |= {
+        key: [float(block[name].read()) for block in source.blocks] for name, key in architecture.scalars.items()
+    }
     stated = {key: source.value(name) for key, name in architecture.values.items()}
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     if architecture.window and source.value("sliding_window"):
@@ -562,7 +589,7 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     """Return how many heads, columns and experts blocks have."""
     shapes = source.shapes
     heads, kv_heads = next((shape[:2] for shape in shapes if shape.heads), (None, None))
-    values: dict[str, Any] = {key: int(source.value(name)) for key, name in architecture.counts.items()}
+    values: dict[str, Any] = {key: source.count(name) for key, name in architecture.counts.items()}
     values |= {
         "feed_forward_length": next((shape for shape in shapes if not shape.experts), shapes[0]).columns,
         "attention.head_count": heads or int(source.value("num_attention_heads")),
@@ -623,18 +650,21 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
     if architecture.sections:
         values["rope.dimension_sections"] = [len(range(part, rotated // 2, 3)) for part in range(3)] + [0]
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
+    if kind != "yarn" and (named := sorted(set(architecture.rotary.values()) & parameters.keys())):
+        raise CannotMapError(f"it takes {named[0]} together with YaRN alone, and config.json has {kind}")
     if kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(parameters, "factor")}
-    elif kind == "yarn" and not parameters.keys() - {"rope_type", "rope_theta", "factor", _ORIGINAL, *_YARN}:
+    elif kind == "yarn" and not parameters.keys() - _YARN_KEYS - set(architecture.rotary.values()):
         factor = _number(parameters, "factor")
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": factor}
         values["rope.scaling.original_context_length"] = int(_number(parameters, _ORIGINAL))
         if any(parameters.get(key, usual) != usual for key, usual in _YARN.items() if usual is not None):
             raise CannotMapError(f"its YaRN has {_YARN['beta_fast']} and {_YARN['beta_slow']} turns as bounds")
-        usual_scale = 1 + 0.1 * math.log(max(1.0, factor))
-        scale = _number({"attention_factor": parameters.get("attention_factor") or usual_scale}, "attention_factor")
+        usual_scale = _yarn_scale(factor, 1)
+        scale = _number({"attention_factor": _attention_factor(parameters, factor)}, "attention_factor")
         if not math.isclose(scale, usual_scale, rel_tol=1e-6):
             values["rope.scaling.attn_factor"] = scale / usual_scale
+        values |= {key: _number(parameters, name) for key, name in architecture.rotary.items()}
     elif kind == "llama3" and architecture.table:
         tables["rope_freqs"] = llama3_divisors(parameters, rotated)
     elif kind == "longrope" and architecture.name == "phi3":
@@ -649,6 +679,20 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
     tensors = {f"{name}.weight": GgufWeight(tuple(table.shape), table.float) for name, table in tables.items()}
     return values, tensors, context
+
+
+def _attention_factor(parameters: Mapping[str, Any], factor: float) -> Any:
+    """Return what YaRN multiplies queries and keys by, as transformers takes it from `rope_parameters`."""
+    if parameters.get("attention_factor"):
+        return parameters["attention_factor"]
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        above, below = (_yarn_scale(factor, _number(parameters, key)) for key in ("mscale", "mscale_all_dim"))
+        return above / below
+    return _yarn_scale(factor, 1)
+
+
+def _yarn_scale(factor: float, share: float) -> float:
+    return 1 + 0.1 * share * math.log(max(1.0, factor))
 
 
 def bounds_are_exact(config: Any) -> bool:
@@ -690,7 +734,7 @@ def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[s
         for name, weight in block.items():
             module = _module(name)
             heads = {QUERY: shape.heads, KEY: shape.kv_heads}.get(module)
-            if architecture.name == "openelm" and module in (KEY, VALUE):
+            if name in architecture.scalars or (architecture.name == "openelm" and module in (KEY, VALUE)):
                 continue
             if architecture.name == "openelm" and module == QUERY:
                 yield f"blk.{index}.attn_qkv.weight", GgufWeight.join([block[name] for name in _INPUTS], 0)

@@ -47,7 +47,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
-_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss")
+_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3")
 """Architectures in which llama.cpp's YaRN was compared with transformers'."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
@@ -196,7 +196,7 @@ def _architecture(file: GgufFile) -> Architecture:
 
     def fits(each: Architecture) -> tuple[bool, ...]:
         is_shared = (SHARED_WIDTH in each.widths) == shared
-        return each.experts == experts, is_shared, each.window == windows, bool(each.switch) == unrotated
+        return each.experts == experts, is_shared, bool(each.window) == windows, bool(each.switch) == unrotated
 
     return max(candidates, key=fits)
 
@@ -350,7 +350,9 @@ def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int)
     has_table = architecture.table and _LLAMA3_TABLE in file.tensors
     if kind == "yarn" and architecture.name in _YARN and not has_table and factor >= 1:
         # Published models of gpt-oss do not round the bounds of YaRN, as llama.cpp does.
-        return parameters | _yarn(keys, factor) | ({"truncate": False} if architecture.name == "gpt-oss" else {})
+        others: dict[str, Any] = {"truncate": False} if architecture.name == "gpt-oss" else {}
+        others |= {name: keys.decimal(key, 0) for key, name in architecture.rotary.items()}
+        return parameters | _yarn(keys, factor, architecture) | others
     if kind == "none" or (kind == "linear" and factor == 1):
         return _table(file, parameters, rotated) if has_table else parameters
     if kind == "linear" and not has_table:
@@ -358,10 +360,12 @@ def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int)
     raise keys.refuse("rope.scaling.type", f"a way to scale rotary positions that is not converted in {keys.prefix}")
 
 
-def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
+def _yarn(keys: Keys, factor: float, architecture: Architecture) -> dict[str, Any]:
     context = keys.number("rope.scaling.original_context_length", keys.number("context_length"))
     usual = 1 + 0.1 * math.log(factor)
     scale = keys.decimal("rope.scaling.attn_factor", 1.0)
+    if architecture.name == "mistral3":
+        scale /= 1 + 0.1 * keys.decimal("rope.scaling.yarn_log_multiplier", 0) * math.log(factor)
     # llama.cpp's converter writes this one, and its models do not read it.
     stated = keys.decimal("rope.scaling.yarn_attn_factor", 1.0)
     if stated != 1 and not math.isclose(stated, usual, rel_tol=1e-3):
@@ -440,6 +444,10 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     inner = {mapped: module for module, mapped in architecture.block.items()}
     found: dict[str, dict[str, GgufWeight]] = {}
+    for scalar, key in architecture.scalars.items():
+        for place, number in enumerate(_numbers(file, key, config["num_hidden_layers"])):
+            weight = GgufWeight((1,), partial(torch.tensor, [number]))
+            found.setdefault(f"model.layers.{place}.", {})[scalar] = weight
     for name, info in file.tensors.items():
         if name == _LLAMA3_TABLE and config["rope_parameters"].get("rope_type") == "llama3":
             continue
@@ -495,6 +503,15 @@ def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str
     else:
         experts, _, linear = module.rpartition(".")
         yield from ((f"{experts}.{place}.{linear}.{kind}", part) for place, part in enumerate(weight.parts))
+
+
+def _numbers(file: GgufFile, key: str, blocks: int) -> list[float]:
+    """Return the numbers of all blocks that a key lists, or that it says of all at once."""
+    value = file.values.get(key)
+    numbers: list[Any] = value if isinstance(value, list) else [value] * blocks
+    if len(numbers) != blocks or not all(isinstance(each, float) and math.isfinite(each) for each in numbers):
+        raise UserError(f"{file.path}: {key} is no list of {blocks} numbers; download it again")
+    return numbers
 
 
 def _in_shape(weight: GgufWeight, shape: Sequence[int]) -> GgufWeight:

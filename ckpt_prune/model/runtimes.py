@@ -84,6 +84,7 @@ _LLAMA_CPP = (
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron", "lfm2", "lfm2_moe", "qwen3_next"),
     *("qwen3_5_text", "qwen3_5_moe_text", "ernie4_5_moe", "glm4_moe", "dots1", "gpt_oss", "granitemoe"),
     *("granitemoeshared", "granitemoehybrid"),
+    *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

@@ -8,7 +8,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from tests.gguf_files.tiny import DELTA, GRANITE, GRANITE_4, HYBRID, LONGROPE, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, GRANITE, GRANITE_4, HYBRID, LONGROPE, MIXTURE, WINDOWED, proving, save
 from tests.pairs import first_of_each
 
 FORMS = {
@@ -21,7 +21,7 @@ FORMS = {
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}, "openelm"),
     "qwen3-untied": ("qwen3", {"head_dim": 16}, "qwen3"),
     "gemma3_text": ("gemma3_text", WINDOWED, "gemma3"),
-    "olmo2": ("olmo2", {}, "olmo2"),
+    "afmoe": ("afmoe", MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}, "afmoe"),
     "lfm2": ("lfm2", HYBRID | {"block_auto_adjust_ff_dim": False}, "lfm2"),
     "qwen3_5_text": ("qwen3_5_text", DELTA, "qwen35"),
     "granitemoehybrid": ("granitemoehybrid", GRANITE_4, "granitehybrid"),
@@ -46,10 +46,12 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     model_type, changes, architecture = FORMS[name]
     folder = save(tmp_path / "model", model_type, **changes)
-    if model_type == "olmo2":  # its heads cannot be pruned
-        out = prune_unevenly(
-            folder, *BARE[1:], "widths=per_layer", "allocation=across-layers", "container=remote", recipe="corp-mlp"
+    if model_type == "afmoe":  # one key says how wide its experts are
+        (tmp_path / "heads.yaml").write_text(
+            "{version: 1, name: heads, container: remote, widths: per_layer, allocation: across-layers, "
+            "spaces: {heads: {score: magnitude}}}"
         )
+        out = prune_unevenly(folder, recipe=str(tmp_path / "heads.yaml"))
     else:
         out = prune_unevenly(folder, *(() if model_type in HAS_BIASES else BARE))
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="f32")

@@ -40,6 +40,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 PARTS = {
     "full_attention": YARN | {"attention_factor": 1.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -56,6 +58,8 @@ OSS = {
 }
 EXPERTS_4 = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}
 ATTENTION_4 = {"layer_types": ["full_attention"] * 6}
+AFMOE = MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}
+PARTLY = ["full_attention", "sliding_attention"] * 3
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -119,6 +123,15 @@ FAMILIES = {
         ROUTED | {"n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "routed_scaling_factor": 1.5},
     ),
     "dots1": ("dots1", ROUTED | {"num_key_value_heads": 4, "n_shared_experts": 2, "norm_topk_prob": True}),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": YARN | SCALED}),
+    "apertus": ("apertus", {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
+    "afmoe": ("afmoe", AFMOE | {"route_scale": 1.5}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "rope_parameters": HALF},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": [2] * 6, "head_dim": 16}),
+    "exaone_moe": ("exaone_moe", MIXTURE | {"sliding_window": 20, "head_dim": 16}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -170,6 +183,18 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             "each of its heads has keys and values of its own, and here",
         ),
         ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] * 6}, "some of its blocks have attention and some"),
+        ("afmoe", AFMOE | {"layer_types": PARTLY}, "every 4th of its blocks sees all tokens, and here others do"),
+        ("exaone_moe", MIXTURE | {"layer_types": PARTLY[:1] * 6}, "some of its blocks see a window of tokens only"),
+        (
+            "ministral3",
+            {"rope_parameters": YARN | SCALED | {"rope_type": "linear"}},
+            "it takes llama_4_scaling_beta together with YaRN alone",
+        ),
+        (
+            "hunyuan_v1_moe",
+            {"num_experts": 5, "moe_topk": [1, 2] * 3, "head_dim": 8},
+            "moe_topk .* is one whole number",
+        ),
         ("qwen3_5_text", DELTA | {"linear_value_head_dim": 16}, "have as many rows of keys as of values"),
         ("granitemoehybrid", GRANITE_4 | {"mamba_expand": 1, "mamba_d_head": 4}, "it computes mamba_expand 2, and"),
         ("granitemoehybrid", GRANITE_4 | {"time_step_limit": (0.1, 1.0)}, "it does not limit time steps, and"),

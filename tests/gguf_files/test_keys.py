@@ -29,6 +29,7 @@ CHANGED = {
     "scaled by nothing": ("llama", {}, {"rope.scaling.type": "none", "rope.scaling.factor": 3.0}),
     "yarn": ("qwen3", {}, YARN | {"rope.scaling.yarn_attn_factor": 1 + 0.1 * math.log(4)}),
     "yarn with a scale": ("llama", {}, YARN | {"rope.scaling.attn_factor": 1.5}),
+    "yarn by a logarithm": ("ministral3", {}, {"rope.scaling.yarn_log_multiplier": 0.7}),
     "yarn of the context": ("qwen2", {}, YARN | {"rope.scaling.original_context_length": None}),
     "yarn beside windows": ("olmo2", {}, YARN | {"attention.sliding_window": 12}),
     "windows of another period": ("olmo2", {}, {"attention.sliding_window": 12, "attention.sliding_window_pattern": 3}),

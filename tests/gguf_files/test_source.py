@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
@@ -30,6 +30,7 @@ UNREAD = {
     "granite-4-experts",  # a granitemoeshared computes it
     *("gemma2-scale", "gemma3-scale"),  # the scale is in other weights, which compute the same
 }
+TOKENS = torch.randint(2, 2048, (1, 48), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,9 @@ def test_a_file_becomes_the_checkpoint_that_it_was_made_of(name, tmp_path):
     for key in dense:
         torch.testing.assert_close(back[key], dense[key], rtol=0, atol=1e-6)
     again = AutoTokenizer.from_pretrained(tmp_path / "back")
+    with torch.no_grad():
+        outputs = [AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits for place in (folder, tmp_path / "back")]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-3)
     text = "def f(x):\n    return x  # it's 3,14 \u00e9t\u00e9 </s>"
     assert again(text)["input_ids"] == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
 
