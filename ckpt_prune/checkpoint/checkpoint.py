@@ -26,8 +26,17 @@ from ckpt_prune.checkpoint.model_folder import (
     resolve_model,
     way_to_source,
 )
+from ckpt_prune.checkpoint.mxfp4 import attach_fp4
 from ckpt_prune.checkpoint.packed import attach_groups, shape_infos
-from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_packed, is_plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.quantised import (
+    QUANTISATION_KEY,
+    class_name,
+    drop_quantisation,
+    is_mxfp4,
+    is_packed,
+    is_plain_fp8,
+    refuse_quantised,
+)
 from ckpt_prune.checkpoint.shard import (
     CODES,
     Header,
@@ -110,6 +119,7 @@ class Checkpoint:
         stated: values of config.json that `config` replaces; None for absent keys.
         adapter: folder of the adapter that is merged into tensors as they are read.
         rewritten: side files that outputs have with another content, by name; None of those that they lack.
+        quantisation: settings in config.json of weights that are read as plain ones; `config` lacks them.
         by_class: False if the description of its family says what its tensors must be: for answers before any work,
             as transformers' class takes seconds to import. What writes asks the class.
     """
@@ -131,6 +141,7 @@ class Checkpoint:
     stated: Mapping[str, Any] = field(default_factory=dict)
     adapter: Path | None = None
     rewritten: Mapping[str, bytes | None] = field(default_factory=dict)
+    quantisation: Mapping[str, Any] | None = None
     by_class: bool = True
 
     @classmethod
@@ -160,8 +171,11 @@ class Checkpoint:
         _refuse_other_weights(path, config, INDEX if sharded else SINGLE)
         headers = _read_shards(path) if sharded else {SINGLE: read_header(path / SINGLE)}
         tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
+        quantisation = config.get(QUANTISATION_KEY)
         if is_plain_fp8(config):
             tensors, config = attach_scales(path, tensors, config), drop_quantisation(config)
+        elif is_mxfp4(config):
+            tensors, config = attach_fp4(path, tensors), drop_quantisation(config)
         elif is_packed(config):
             shapes = read_tensors(path, shape_infos(tensors))
             tensors, config = attach_groups(path, tensors, config, shapes), drop_quantisation(config)
@@ -176,6 +190,7 @@ class Checkpoint:
             sharded=sharded,
             metadata={file: headers[file].metadata for file in files},
             stamps=stamps,
+            quantisation=quantisation,
         )
 
     @classmethod
@@ -233,7 +248,8 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they are stored."""
-        return sum(info.nbytes for info in self.tensors.values())
+        scales = (info.scaled.scale.nbytes for info in self.tensors.values() if info.scaled is not None)
+        return sum(info.nbytes for info in self.tensors.values()) + sum(scales)
 
     @property
     def _weight_stamps(self) -> dict[str, Stamp]:
@@ -333,9 +349,7 @@ class Checkpoint:
         disk = {name: self.aliases.get(name, name) for name in self.tensors if name not in parts}
         infos = {on_disk: replace(self.tensors[name], name=on_disk) for name, on_disk in disk.items()}
         for name, stack in self.stacks.items():
-            first, count = self.tensors[stack.parts[0]], len(stack.parts)
-            shape = stack.shape(count, first.stored_shape)
-            infos[name] = replace(first, name=name, shape=shape, nbytes=first.nbytes * count, transposed=False)
+            infos[name] = self.tensors[stack.parts[0]].stack(len(stack.parts), stack, name)
         return infos
 
     @property
@@ -409,21 +423,21 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
     by_file = defaultdict(list)
     for part in (part for info in infos for part in info.parts):
         by_file[part.file].append(part)
-    stored: dict[str, Tensor] = {}
+    stored: dict[tuple[str, int], Tensor] = {}  # scales of several parts of a tensor have one name
     for file, wanted in by_file.items():
         try:
             with open_input(folder / file) as handle:
                 for info in sorted(wanted, key=lambda info: info.offset):
-                    stored[info.name] = read_tensor(handle, info)
+                    stored[info.name, info.offset] = read_tensor(handle, info)
         except OSError as error:
             raise UserError(f"cannot read {folder / file} ({error.strerror}); restore the file") from error
+    made: dict[str, Tensor] = {}
     for info in infos:
+        tensor, *others = (stored[part.name, part.offset] for part in info.parts)
         if info.scaled is not None:
-            stored[info.name] = apply_scales(info, stored[info.name], stored[info.scaled.scale.name])
-        if info.adapter is not None:
-            down, up = stored[info.adapter.down.name], stored[info.adapter.up.name]
-            stored[info.name] = add_adapter(info, stored[info.name], down, up)
-    return {info.name: stored[info.name] for info in infos}
+            tensor = apply_scales(info, tensor, others.pop(0))
+        made[info.name] = tensor if info.adapter is None else add_adapter(info, tensor, *others)
+    return made
 
 
 @lru_cache(maxsize=16)

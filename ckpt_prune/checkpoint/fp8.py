@@ -47,7 +47,9 @@ def attach_scales(path: Path, tensors: dict[str, TensorInfo], config: Mapping[st
                 f"{path}: {scale.name}, {scale.dtype} {list(scale.shape)}, are not scales of {name}, "
                 f"{list(info.shape)}, by the blocks that config.json names ({block and list(block)})"
             )
-        read[name] = replace(info, dtype=torch.bfloat16, scaled=Scaled(info.dtype, scale, shared))
+        endings, stored_as = ("", scale.name.removeprefix(name)), tensors[scale.name].dtype
+        scaled = Scaled(info.dtype, scale, shared, endings=endings, stored_as=stored_as)
+        read[name] = replace(info, dtype=torch.bfloat16, scaled=scaled)
     return {name: info for name, info in read.items() if name not in used and not name.endswith(_ACTIVATION_SCALES)}
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: plain fp8 is read as bfloat16, others are refused by name before weights are read."""
+"""Quantised checkpoints: plain fp8 and MXFP4 are read as bfloat16, others are refused by name before that."""
 
 import re
 import shlex
@@ -32,7 +32,6 @@ _METHODS = {
         "GPTQ",
         "python -c \"from gptqmodel.utils.model_dequant import dequantize_model; dequantize_model('{path}', 'NEW')\"",
     ),
-    "mxfp4": ("MXFP4", _by_config("Mxfp4Config")),
 }
 """quant_method → its usual name, and a command that makes a plain copy, with `{path}` and `{auto}`, if one is known."""
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:\n\s*-\s*)?[\"']?([\w.-]+/[\w.-]+)[\"']?\s*$", re.MULTILINE)
@@ -63,9 +62,9 @@ def refuse_gguf(path: Path) -> None:
 
 
 def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a quantised checkpoint by its config alone, unless it is in a plain fp8 that can be read."""
+    """Refuse a quantised checkpoint by its config alone, unless it is one that is read as plain weights."""
     settings = _find_quantisation(config)
-    if settings is None or is_plain_fp8(config):
+    if settings is None or is_read_as_plain(config):
         return
     method = settings.get("quant_method")
     if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
@@ -93,6 +92,29 @@ def is_packed(config: Mapping[str, Any]) -> bool:
         and settings.get("quant_method") == "compressed-tensors"
         and settings.get("format") == "pack-quantized"
     )
+
+
+def is_read_as_plain(config: Mapping[str, Any]) -> bool:
+    """Return whether weights of a quantised checkpoint are read as bfloat16."""
+    return is_plain_fp8(config) or is_mxfp4(config)
+
+
+def may_keep_form(settings: Mapping[str, Any] | None) -> bool:
+    """Return whether a model with fewer experts may have these settings of its source, if no weight changes.
+
+    Scales of activations are not read, and lists of modules may number experts.
+    """
+    if settings is None or settings.get("quant_method") not in ("fp8", "mxfp4"):
+        return False
+    lists = [value for value in settings.values() if isinstance(value, list)]
+    numbered = any(re.search(r"experts\.\d", str(name)) for names in lists for name in names)
+    return not numbered and settings.get("activation_scheme") in (None, "dynamic")
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json promises experts in MXFP4: four bits each, with a power of two for 32 of them."""
+    settings = config.get(QUANTISATION_KEY)
+    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 def is_plain_fp8(config: Mapping[str, Any]) -> bool:

@@ -50,6 +50,10 @@ _LENGTH_BYTES = 8
 _LARGEST_HEADER = 2**24
 _LARGEST_TENSOR = 2**62
 _CHUNK_BYTES = 64 * 2**20
+FP4_BLOCK = 32
+"""Elements of MXFP4 that share a scale."""
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes 0 to 7 stand for; those from 8 on are the same, below zero."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,18 @@ class Scaled:
         scale: tensor of scales on disk.
         block: rows and columns of the last two axes that share a scale.
         bits: of an element, if several are packed in a word; None if none is.
+        endings: what the names of elements and of scales have behind that of the tensor.
+        stored_as: type of the scales in their file, if they are read as another one.
+        fp4: whether elements are E2M1 numbers, two in a byte, (…, columns, rows / 32, 16) of a matrix of the file.
     """
 
     dtype: torch.dtype
     scale: "TensorInfo"
     block: tuple[int, int]
     bits: int | None = None
+    endings: tuple[str, str] = ("", "")
+    stored_as: torch.dtype | None = None
+    fp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,10 @@ class TensorInfo:
         if self.scaled is None:
             return (replace(self, adapter=None), *added) if added else (self,)
         shape, bits = self.stored_shape, self.scaled.bits
-        shape = shape if bits is None else (shape[0], -(-shape[1] * bits // 32))
+        if bits is not None:
+            shape = shape[0], -(-shape[1] * bits // 32)
+        elif self.scaled.fp4:
+            shape = *shape[:-2], shape[-1], shape[-2] // FP4_BLOCK, FP4_BLOCK // 2
         plain = replace(self, dtype=self.scaled.dtype, shape=shape, transposed=False)
         return replace(plain, scaled=None, adapter=None), self.scaled.scale, *added
 
@@ -153,7 +166,18 @@ class TensorInfo:
         """Return one of the tensors that it stacks, `each` in a row (`Stack`), under a new name."""
         nbytes = self.nbytes // (self.shape[0] * each)
         shape = self.shape[1:] if each == 1 else (self.shape[1] // each, *self.shape[2:])
-        return replace(self, name=name, shape=shape, nbytes=nbytes, offset=self.offset + index * nbytes)
+        scaled = self.scaled
+        if scaled is not None and scaled.scale.numel > 1:
+            scaled = replace(scaled, scale=scaled.scale.part(index, scaled.scale.name, each))
+        return replace(self, name=name, shape=shape, nbytes=nbytes, offset=self.offset + index * nbytes, scaled=scaled)
+
+    def stack(self, count: int, stack: Stack, name: str) -> "TensorInfo":
+        """Return the tensor of a file of which this is the first of `count` parts."""
+        scaled = self.scaled
+        if scaled is not None and scaled.scale.numel > 1:
+            scaled = replace(scaled, scale=scaled.scale.stack(count, stack, scaled.scale.name))
+        shape = stack.shape(count, self.stored_shape)
+        return replace(self, name=name, shape=shape, nbytes=self.nbytes * count, transposed=False, scaled=scaled)
 
     @property
     def numel(self) -> int:
@@ -269,6 +293,9 @@ def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
         scale: with as many axes, or one number.
     """
     assert info.scaled is not None
+    if info.scaled.fp4:
+        product = _read_fp4(stored, scale, info.dtype)
+        return product.T.contiguous() if info.transposed else product
     (rows, columns), (height, width), bits = info.scaled.block, info.stored_shape[-2:], info.scaled.bits
     product = torch.empty(info.stored_shape, dtype=info.dtype)
     wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
@@ -281,6 +308,29 @@ def apply_scales(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
         tall = wide[..., first // rows : -(-(first + step) // rows), :].repeat_interleave(rows, dim=-2)
         product[..., first : first + step, :] = (part * tall[..., : part.shape[-2], :]).to(info.dtype)
     return product.T.contiguous() if info.transposed else product
+
+
+def _read_fp4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return matrices of MXFP4, (…, blocks · 32, columns).
+
+    The OCP's Microscaling formats, section 5.3: an element of four bits (E2M1) times 2^e, one e for 32 of them.
+
+    Args:
+        codes: two in a byte, the first in the lower half, (…, columns, blocks, 16) uint8.
+        scale: of each block, (…, columns, blocks), powers of two.
+        dtype: of the result.
+    """
+    if codes.ndim > 3:
+        return torch.stack([_read_fp4(*each, dtype) for each in zip(codes, scale, strict=True)])
+    values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
+    matrix = torch.empty(codes.shape[1] * FP4_BLOCK, len(codes), dtype=dtype)
+    step = max(1, _CHUNK_BYTES // (8 * len(matrix)))
+    for first in range(0, len(codes), step):
+        part = codes[first : first + step]
+        elements = values[torch.stack([part & 15, part >> 4], -1).int()].flatten(-2)
+        elements *= scale[first : first + step, :, None].float()
+        matrix[:, first : first + step] = elements.flatten(1).T.to(dtype)
+    return matrix
 
 
 def add_adapter(info: TensorInfo, tensor: Tensor, down: Tensor, up: Tensor) -> Tensor:

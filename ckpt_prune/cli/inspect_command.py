@@ -138,7 +138,8 @@ def _print(found: "ModelDescription") -> None:
         "model": found.model + ("" if found.weights else " (config only)"),
         "family": f"{found.family} ({found.architecture})",
         "for": found.purpose,
-        "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
+        "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)"
+        + (f"; in files {found.stored}" if found.stored else ""),
         "parameters": human_count(found.parameters) + (", tied head" if found.tied_head else ""),
         "of these": ", ".join(
             f"{part} {human_count(count)} ({count / found.parameters:.0%})" for part, count in found.parts.items()

@@ -17,7 +17,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint, check_config, check_ind
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.model_folder import refuse_adapter
-from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.quantised import is_packed, is_read_as_plain, refuse_quantised
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.evaluation.device_map import DeviceMap, current_device_map
@@ -149,7 +149,7 @@ def load_reported(
     if not is_packed(raw):
         refuse_quantised(folder, raw)
     check_index(folder)
-    if places is not None and (is_packed(raw) or (is_plain_fp8(raw) and not foreign)):
+    if places is not None and (is_packed(raw) or (is_read_as_plain(raw) and not foreign)):
         raise UserError(f"{folder}: quantised weights are converted in memory, and do not go with --device-map")
     # compressed-tensors shows bars of its own, which nothing turns off.
     with quiet_transformers(), redirect_stderr(StringIO()) if is_packed(raw) else nullcontext():
@@ -162,7 +162,7 @@ def load_reported(
                 loader.register_for_auto_class(auto_class(raw))  # so that what is saved of it carries the code
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
-            elif (is_plain_fp8(raw) and not foreign) or (unpack and is_packed(raw)):
+            elif (is_read_as_plain(raw) and not foreign) or (unpack and is_packed(raw)):
                 loader, options = _convert_weights(loader, folder)
                 source = None
             load = loader.from_pretrained if places is None else partial(places.load, loader)
@@ -196,7 +196,7 @@ def load_reported(
 
 
 def _convert_weights(loader: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the class and the plain tensors of weights in float8 or few bits.
+    """Return the class and the plain tensors of weights in float8, MXFP4 or few bits.
 
     transformers' own way needs a GPU, or another package, and leaves modules that are not traced.
     """

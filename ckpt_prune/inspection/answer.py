@@ -110,7 +110,7 @@ class _Answer(Frozen):
         return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
 
 
-_OPTIONAL = ("sparsity", "ignored", "image")
+_OPTIONAL = ("sparsity", "ignored", "image", "stored")
 """Keys that JSON leaves out if they hold nothing."""
 
 
@@ -130,6 +130,7 @@ class ModelDescription(_KnownDescription):
         purpose: in the Hub's words; None if this package has no use for such models.
         parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
         image: height and width of the image that FLOPs are for, of a model of images in stages.
+        stored: how weights of few bits are stored, which are read as `dtype`, and all bytes; None if all are plain.
         parts: how the parameters are divided (`model.cost.count_by_part`).
         weights: False if there is a config alone.
         ignored: tensors that outputs lack, because the class does not load them, or because another tensor that is tied
@@ -158,6 +159,7 @@ class ModelDescription(_KnownDescription):
     image: tuple[int, int] | None = None
     cache: int | None = None
     weights: bool
+    stored: str | None = None
     ignored: list[str] = Field(default_factory=list)
     ignored_words: str | None = Field(default=None, exclude=True)
     tied_words: str | None = Field(default=None, exclude=True)

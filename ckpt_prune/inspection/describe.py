@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import holds_graphs, resolve_model
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.formatting import human_bytes, plural
 from ckpt_prune.inspection.answer import (
     BlockDescription,
     Description,
@@ -99,6 +99,7 @@ def _model(
         image=None if family.stage is None else image_size(family, model.config),
         parts=count_by_part(model),
         weights=weights,
+        stored=_words_of_form(checkpoint),
         ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
         ignored_words=ignored_words(model) if model.checkpoint.ignored else None,
         tied_words=tied_words(model),
@@ -110,6 +111,12 @@ def _model(
         recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
     )
+
+
+def _words_of_form(checkpoint: Checkpoint) -> str | None:
+    """Return how weights of few bits are stored, and all bytes; None if all are plain."""
+    method = (checkpoint.quantisation or {}).get("quant_method")
+    return None if method is None else f"{method}, {human_bytes(checkpoint.nbytes)}"
 
 
 def _block(model: Model) -> BlockDescription:

@@ -8,6 +8,7 @@ from typing import Any
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.kept_bytes import KeptBytes
 from ckpt_prune.model.composites import composite_names, merge_part_config
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
@@ -33,6 +34,7 @@ class Output:
         ranks: of linear modules that become two; empty if none does.
         copied: files of the source that the output has, too, besides those that always travel along.
         packed: weights that tensors of few bits stand in for in the layout, as they would be otherwise.
+        kept: weights of few bits that it stores as its source does; None if all are plain.
     """
 
     container: Container
@@ -42,6 +44,7 @@ class Output:
     ranks: Ranks = ()
     copied: tuple[str, ...] = ()
     packed: dict[str, TensorSpec] = field(default_factory=dict)
+    kept: KeptBytes | None = None
 
 
 def plan_layout(

@@ -215,7 +215,10 @@ class Prepared:
 
     @property
     def before(self) -> Cost:
-        return cost_of(self.job.stored_model)
+        """The cost of the source; its bytes are those of plain weights unless the output keeps those in few bits."""
+        cost = cost_of(self.job.stored_model)
+        keeps = self.planned is not None and self.planned.kept is not None
+        return cost.model_copy(update={"bytes": self.job.stored_model.checkpoint.nbytes}) if keeps else cost
 
     @property
     def after(self) -> Cost:

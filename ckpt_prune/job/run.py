@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.afterwork import Afterwork, Followed
-from ckpt_prune.job.layout import Layout, with_rest
+from ckpt_prune.job.layout import Output, with_rest
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.step import PruneStep, Step
@@ -125,10 +125,10 @@ class Run:
         output = prepared.output
         padded = output.container.padded
         widths = [{space: count for space, count in kept.items() if space not in padded} for kept in prepared.widths]
-        writer = self._open_writer(prepared.model.checkpoint, output.layout, output.aside)
+        writer = self._open_writer(prepared.model.checkpoint, output)
         if writer is not None and writer.changed is not None:
             self.announce(say_changed(self.out, writer.changed))
-        self.store = BlockStore(writer, output.layout, widths if prepared.recipe.spaces else None)
+        self.store = BlockStore(writer, output.layout, widths if prepared.recipe.spaces else None, output.kept)
         return self.store
 
     def write_rest(self, view: ModelView) -> None:
@@ -138,11 +138,12 @@ class Run:
             self.store.write_rest(view)
             self.store.write_outside(view.model.checkpoint)
 
-    def _open_writer(self, checkpoint: Checkpoint, layout: Layout, aside: Layout) -> CheckpointWriter | None:
+    def _open_writer(self, checkpoint: Checkpoint, output: Output) -> CheckpointWriter | None:
         if self.staging is None:
             return None
-        everything, names = with_rest(checkpoint, layout)
-        within, stacks = checkpoint.within, checkpoint.stacks
+        everything, names = with_rest(checkpoint, output.layout)
+        within, aside = checkpoint.within, output.aside
+        stacks = checkpoint.stacks if output.kept is None else output.kept.stacks
         if within is not None:
             stacks = {within.on_disk(name): stack for name, stack in stacks.items()}
         return CheckpointWriter(

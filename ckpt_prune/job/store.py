@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.job.kept_bytes import KeptBytes
 from ckpt_prune.job.layout import OUTER, Layout
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Tensors
@@ -26,11 +27,13 @@ class BlockStore:
         writer: of the output; None in a process that does not write.
         layout: of the output.
         widths: units that its blocks have of the spaces that were pruned; None if none was.
+        kept: weights that it stores as its source does; None if all are plain.
     """
 
     writer: CheckpointWriter | None
     layout: Layout
     widths: Sequence[BlockWidths] | None = None
+    kept: KeptBytes | None = None
 
     def has(self, block: int) -> bool:
         """Return True if the block is on disk."""
@@ -43,6 +46,7 @@ class BlockStore:
     def _read(self, model: Model, block: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         assert self.writer is not None
         tensors = self.writer.read(self.names(model, block))
+        tensors = tensors if self.kept is None else self.kept.unpack(tensors)
         if self.widths is not None:
             tensors = model.note_widths(block, tensors, self.widths[block])
         return tensors, self.notes(block)
@@ -56,6 +60,7 @@ class BlockStore:
         """Write a block. When this returns, it is on disk and in the journal."""
         if self.writer is None:
             return
+        tensors = tensors if self.kept is None else self.kept.pack(tensors)
         for name in self.names(model, block):
             self.writer.write(name, tensors[name])
         self.writer.commit(_entry(block), note=notes)

@@ -104,6 +104,10 @@ class StageKeys(Strict):
     def check_recipe(self, recipe: "Recipe") -> None:
         """Raise ValueError for keys of the recipe that do not go with this stage."""
 
+    def leaves_experts(self, recipe: "Recipe") -> bool:
+        """Return True if no weight in few bits changes, though experts may go: the output may keep their bytes."""
+        return not self.changes_weights
+
     def applies(self, recipe: "Recipe") -> bool:
         """Return True if the stage is meant for the size that the recipe asks for."""
         return True

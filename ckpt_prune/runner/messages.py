@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import human_count, plural
+from ckpt_prune.common.formatting import decimal_bytes, human_count, plural
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.samples.choose import asked_data, usual_samples
@@ -43,6 +43,7 @@ def messages(prepared: Prepared) -> list[str]:
         lines.append(
             f"{ignored_words(model)}: they are left out, and the output's config.json no longer speaks of them"
         )
+    lines += filter(None, [_words_of_few_bits(prepared)])
     lines += filter(None, [tied_words(model)])
     source_report = find_report(model.checkpoint.path)
     if source_report is not None:
@@ -52,6 +53,18 @@ def messages(prepared: Prepared) -> list[str]:
     lines += [line for stage in stages_of(prepared.whole.recipe) for line in stage.messages(prepared)]
     lines += warnings(prepared)
     return [*lines, *filter(None, [wider_choice(prepared)])]
+
+
+def _words_of_few_bits(prepared: Prepared) -> str | None:
+    """Say how an output stores weights that its source has in few bits; None if that has none."""
+    source, after = prepared.model.checkpoint, prepared.output.cost.bytes
+    if source.quantisation is None:
+        return None
+    method = source.quantisation.get("quant_method")
+    if prepared.output.kept is not None:
+        return f"experts that stay keep their bytes ({method}), and so do all other weights"
+    size, before = decimal_bytes(after), decimal_bytes(source.nbytes)
+    return f"the output has plain weights, {size} where MODEL has {before} in {method}: what is fitted is not rounded"
 
 
 def warnings(prepared: Prepared) -> list[str]:

@@ -1,6 +1,7 @@
 """Quantised checkpoints: plain fp8 is what its numbers times its scales are; the rest is refused before it is read."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,51 @@ def test_no_scales(tmp_path: Path) -> None:
     )
 
 
+FP4 = {"quant_method": "mxfp4"}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def fp4(folder: Path, blocks: Tensor, scales: Tensor | None) -> Path:
+    tensors = {"experts.up_blocks": blocks, "model.norm.weight": torch.ones(3)}
+    tensors |= {} if scales is None else {"experts.up_scales": scales}
+    return save_single(folder, tensors, CONFIG | {"quantization_config": FP4})
+
+
+@pytest.mark.parametrize("chunk", [shard._CHUNK_BYTES, 1], ids=["at once", "by runs of rows"])
+def test_fp4_is_a_table_of_eight_numbers_their_signs_and_powers_of_two(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(shard, "_CHUNK_BYTES", chunk)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 5, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 150, (3, 5, 2), generator=generator, dtype=torch.uint8)
+    checkpoint = Checkpoint.open(fp4(tmp_path / "m", blocks, scales))
+    expected = torch.empty(3, 64, 5, dtype=torch.float64)
+    for expert, column, place in product(range(3), range(5), range(64)):
+        byte = int(blocks[expert, column, place // 32, place % 32 // 2])
+        code = byte >> 4 if place % 2 else byte & 15
+        value = E2M1[code % 8] * (-1 if code >= 8 else 1)
+        expected[expert, place, column] = value * 2.0 ** (int(scales[expert, column, place // 32]) - 127)
+    assert torch.equal(checkpoint.read(["experts.up"])["experts.up"].double(), expected)  # bfloat16 holds them
+    split = checkpoint.split({"experts.up": shard.Stack(("a", "b", "c"))})
+    assert all(torch.equal(split.read([name])[name].double(), expected[i]) for i, name in enumerate("abc"))
+    assert torch.equal(split.transpose(["c"]).read(["c"])["c"].double(), expected[2].T)
+    assert split.fingerprint == checkpoint.fingerprint
+    scales[2, 0, 0] += 1
+    other = Checkpoint.open(fp4(tmp_path / "n", blocks, scales))
+    assert other.split({"experts.up": shard.Stack(("a", "b", "c"))}).fingerprint != split.fingerprint
+    scales[1, 0, 0] = 255
+    with pytest.raises(UserError, match=r"tensor 'experts.up_scales' has 1 NaN or Inf among 30"):
+        Checkpoint.open(fp4(tmp_path / "o", blocks, scales)).check_finite()
+
+
+@pytest.mark.parametrize("scales", [None, torch.ones(3, 5, 3, dtype=torch.uint8), torch.ones(3, 5, 2)])
+def test_fp4_without_scales_that_fit(tmp_path, scales):
+    folder = fp4(tmp_path / "m", torch.zeros(3, 5, 2, 16, dtype=torch.uint8), scales)
+    with pytest.raises(
+        UserError, match=r": experts.up_blocks has no scales \(experts.up_scales\) that fit it; download"
+    ):
+        Checkpoint.open(folder)
+
+
 BY_TRANSFORMERS = "python -c \"from transformers import {} as M; M.{}.save_pretrained('NEW')\""
 
 
@@ -144,7 +190,6 @@ STRANGE = COMPRESSED | {"config_groups": {"group_0": {"weights": {"type": {"floa
         ({"quant_method": "gptq", "bits": 4}, "GPTQ", GPTQ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", DEQUANTIZE),
         ({"load_in_8bit": True}, "bitsandbytes", DEQUANTIZE),
-        ({"quant_method": "mxfp4"}, "MXFP4", by_config("Mxfp4Config")),
         (COMPRESSED | {"format": "pack-quantized"}, "compressed-tensors", by_config("CompressedTensorsConfig")),
         (STRANGE, "compressed-tensors", by_config("CompressedTensorsConfig")),
         ({"quant_method": "hqq"}, "hqq", None),

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from ckpt_prune.checkpoint.checkpoint import PartOf
+from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY, may_keep_form
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job.decisions import Decisions
-from ckpt_prune.job.layout import Layout, Output, layout_of, plan_layout
+from ckpt_prune.job.kept_bytes import KeptBytes
+from ckpt_prune.job.layout import Layout, Output, count_bytes, layout_of, plan_layout
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.containers.choosing import REMOTE, choose_container, is_pruned, remote_note
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
@@ -32,7 +34,33 @@ def plan_output(prepared: Prepared) -> Prepared:
     quantize = prepared.recipe.get(Quantize)
     if quantize is not None and not planned.packed:
         planned = pack_output(quantize, prepared.model, planned)
+    elif planned.kept is None:
+        planned = _keep_bytes(prepared, planned)
     return replace(prepared, decided=decided, planned=planned)
+
+
+def _keep_bytes(prepared: Prepared, output: Output) -> Output:
+    """Return an output with the bytes of its source's weights of few bits, where none of them changes."""
+    checkpoint, container = prepared.model.checkpoint, output.container
+    specs = {name: spec for tensors in output.layout.values() for name, spec in tensors.items()}
+    weights = frozenset(name for name, info in checkpoint.tensors.items() if info.scaled is not None and name in specs)
+    if (
+        not weights
+        or not may_keep_form(checkpoint.quantisation)
+        or not all(stage.leaves_experts(prepared.recipe) for stage in prepared.recipe.stages)
+        or any(specs[name][1] != checkpoint.tensors[name].shape for name in weights)
+        or container.config.get("model_type") != checkpoint.config.get("model_type")
+        or container.remote_class is not None
+        or checkpoint.within is not None
+        or not weights.isdisjoint(checkpoint.aliases)
+        or not all(name.startswith(f"{prepared.model.family.layers}.") for name in weights)
+    ):
+        return output
+    kept = KeptBytes(checkpoint, weights)
+    layout = kept.lay_out(output.layout)
+    config = container.config | {QUANTISATION_KEY: checkpoint.quantisation}
+    cost = output.cost.model_copy(update={"bytes": count_bytes(layout)})
+    return replace(output, container=replace(container, config=config), layout=layout, cost=cost, kept=kept)
 
 
 def output_at(prepared: Prepared, widths: Widths) -> Output:

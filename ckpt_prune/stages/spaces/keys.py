@@ -22,6 +22,9 @@ class Spaces(StageKeys):
     def pick(cls, recipe: Recipe) -> "Spaces | None":
         return cls() if recipe.spaces else None
 
+    def leaves_experts(self, recipe: Recipe) -> bool:
+        return recipe.spaces.keys() == {"experts"} and recipe.spaces["experts"].compensation.method == "none"
+
     def check_recipe(self, recipe: Recipe) -> None:
         for space, settings in recipe.spaces.items():
             kind, score, method = kind_of(space), settings.score, settings.compensation.method

@@ -1,0 +1,110 @@
+"""Weights of few bits that an output stores as its source does, byte for byte: whole experts go, others stay."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.shard import Stack, TensorInfo, apply_scales
+from ckpt_prune.model.model import TensorSpec
+
+_NUMBERED = re.compile(r"(?P<before>.*\.)(?P<number>\d+)(?P<after>\..*)")
+
+
+@dataclass(frozen=True, eq=False)
+class KeptBytes:
+    """Weights that an output has as its source stores them: elements and scales.
+
+    Attributes:
+        checkpoint: the source.
+        weights: names in the output. Each is a weight of the source that has this number or a later one.
+    """
+
+    checkpoint: Checkpoint
+    weights: frozenset[str]
+
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        """How tensors of the files hold several tensors of the output."""
+        stacks = dict(self.checkpoint.stacks)
+        for name, stack in self.checkpoint.stacks.items():
+            if not self.weights.isdisjoint(stack.parts):
+                for ending in self._endings(stack.parts[0]):
+                    parts = tuple(part + ending for part in stack.parts)
+                    stacks[name + ending] = replace(stack, parts=parts)
+        return stacks
+
+    def lay_out(self, layout: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
+        """Return the files with elements and scales in place of each weight."""
+        stored: dict[str, dict[str, TensorSpec]] = {file: {} for file in layout}
+        for file, tensors in layout.items():
+            for name, spec in tensors.items():
+                if name not in self.weights:
+                    stored[file][name] = spec
+                    continue
+                for ending, part in zip(self._endings(name), self._stored(name), strict=True):
+                    stored[file][name + ending] = part.dtype, part.shape
+        return stored
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with the source's elements and scales in place of each weight.
+
+        Raises:
+            ValueError: a weight is none of the source: a fault of this tool.
+        """
+        packed, firsts = dict(tensors), dict[str, int]()
+        for name in sorted(self.weights & tensors.keys(), key=_order):
+            source = self._find(name, packed.pop(name), firsts)
+            parts = self._stored(source)
+            for ending, part in zip(self._endings(name), parts, strict=True):
+                packed[name + ending] = read_tensors(self.checkpoint.path, [part])[part.name]
+        return packed
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with plain weights in place of elements and scales."""
+        plain = dict(tensors)
+        for name in self.weights:
+            elements, scales = (name + ending for ending in self._endings(name))
+            if scales in plain:
+                info = self.checkpoint.tensors[name]
+                assert info.scaled is not None
+                scale = plain.pop(scales).view(info.scaled.scale.dtype)
+                plain[name] = apply_scales(info, plain.pop(elements), scale)
+        return plain
+
+    def _endings(self, name: str) -> tuple[str, str]:
+        scaled = self.checkpoint.tensors[name].scaled
+        assert scaled is not None
+        return scaled.endings
+
+    def _stored(self, name: str) -> tuple[TensorInfo, TensorInfo]:
+        """Return elements and scales of a weight of the source, as its file has them."""
+        info = self.checkpoint.tensors[name]
+        assert info.scaled is not None
+        elements, scale = info.parts
+        return elements, replace(scale, dtype=info.scaled.stored_as or scale.dtype)
+
+    def _find(self, name: str, weight: Tensor, firsts: dict[str, int]) -> str:
+        """Return the weight of the source that has these values: weights that stay are numbered anew, in order."""
+        match = _NUMBERED.fullmatch(name)
+        before, number, after = (
+            ("", 0, "") if match is None else (match["before"], int(match["number"]), match["after"])
+        )
+        place = max(number, firsts.get(before + after, 0))
+        while (candidate := name if match is None else f"{before}{place}{after}") in self.checkpoint.tensors:
+            if torch.equal(self.checkpoint.read([candidate])[candidate], weight.cpu()):
+                firsts[before + after] = place + 1
+                return candidate
+            if match is None:
+                break
+            place += 1
+        raise ValueError(f"{name} has other values than any weight of the source that it may be")
+
+
+def _order(name: str) -> tuple[str, int]:
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None
+    return match["before"] + match["after"], int(match["number"])

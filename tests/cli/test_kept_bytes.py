@@ -1,0 +1,150 @@
+"""Mixtures in MXFP4 or fp8: pruned as the bfloat16 model that they make, and experts that stay keep their bytes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.evaluation.whole_model import quiet_transformers
+from tests import undescribed
+from tests.cli.running import TEXT, ok, read_json, resume_job, run, same_files, set_config
+from tests.cli.test_fp8 import BLOCK, FP8, quantise
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.interrupting import interrupt_at
+from tests.undescribed import make_model
+
+KEPT = 4
+EXPERTS = 6
+FP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+REAP = ["prune", "source", "--recipe", "reap", "--ratio", "0.34", *TEXT]
+
+
+def save(name: str, tensors: dict[str, torch.Tensor], like: str) -> None:
+    Path(name).mkdir()
+    for file in Path(like).iterdir():
+        if file.suffix == ".json":
+            (Path(name) / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, f"{name}/model.safetensors", metadata={"format": "pt"})
+
+
+def make(model_type: str, **changes: object) -> dict[str, torch.Tensor]:
+    """Save `base`, a model in bfloat16, with a tokenizer; return its tensors."""
+    with quiet_transformers():
+        keys = changes | {"vocab_size": len(tiny_tokenizer())}
+        make_model(model_type, **keys).to(torch.bfloat16).save_pretrained("base")
+    tiny_tokenizer("<s> $A").save_pretrained("base")
+    return load_file("base/model.safetensors")
+
+
+@pytest.fixture
+def in_fp4(place: Path) -> None:
+    """`source`, a gpt-oss in MXFP4, and `plain`, what transformers reads of it."""
+    generator, stored = torch.Generator().manual_seed(0), {}
+    for name, weight in make("gpt_oss", num_local_experts=EXPERTS, intermediate_size=64).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = weight
+            continue
+        experts, inputs, outputs = weight.shape
+        groups = experts, outputs, inputs // 32
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(121, 126, groups, generator=generator, dtype=torch.uint8)
+    save("source", stored, "base")
+    set_config("source", quantization_config=FP4)
+    with quiet_transformers():
+        loaded = transformers.AutoModelForCausalLM.from_pretrained("source", dtype=torch.bfloat16)
+    save("plain", {name: weight.contiguous() for name, weight in loaded.state_dict().items()}, "base")
+
+
+@pytest.fixture
+def in_fp8(place: Path) -> None:
+    """`source`, a mixture with every linear weight of its blocks in fp8."""
+    stored = {}
+    for name, weight in make("qwen3_moe", **undescribed.EXPERTS | {"num_experts": EXPERTS}).items():
+        stored[name] = weight
+        if "_proj" in name:
+            stored[name], stored[f"{name}_scale_inv"], _ = quantise(weight.float())
+    save("source", stored, "base")
+    set_config("source", quantization_config=FP8)
+    assert FP8["weight_block_size"][0] == BLOCK
+
+
+@pytest.mark.usefixtures("in_fp4")
+def test_what_is_fitted_is_that_of_the_plain_model():
+    for name in ("source", "plain"):
+        output = ok("prune", name, "--recipe", "ridge", "--ratio", "0.5", *TEXT, "-o", f"out-{name}")
+        assert ("the output has plain weights, 171.1 KB where MODEL has 117.6 KB in mxfp4" in output) == (
+            name == "source"
+        )
+    assert Path("out-source/model.safetensors").read_bytes() == Path("out-plain/model.safetensors").read_bytes()
+    assert "quantization_config" not in read_json("out-source/config.json")
+    assert "KiB in 1 file(s); in files mxfp4, 115 KiB\n" in ok("inspect", "source")
+
+
+def kept_experts(before: torch.Tensor, after: torch.Tensor) -> list[int]:
+    return [[torch.equal(expert, each) for each in before].index(True) for expert in after]
+
+
+@pytest.mark.usefixtures("in_fp4")
+def test_experts_that_stay_keep_their_bytes():
+    output = ok(*REAP, "-o", "whole")
+    assert "experts that stay keep their bytes (mxfp4)" in output
+    ok(*REAP[:1], "plain", *REAP[2:], "-o", "by-plain")
+    before, after = load_file("source/model.safetensors"), load_file("whole/model.safetensors")
+    plain = load_file("by-plain/model.safetensors")
+    read = Checkpoint.open("whole")
+    assert read.tensors.keys() == plain.keys()
+    assert all(torch.equal(read.read([name])[name], tensor) for name, tensor in plain.items())
+    for block in range(4):
+        start = f"model.layers.{block}.mlp.experts"
+        names = [
+            f"{start}.{weight}_{part}" for weight in ("gate_up_proj", "down_proj") for part in ("blocks", "scales")
+        ]
+        chosen = [kept_experts(before[name], after[name]) for name in names]
+        assert all(each == chosen[0] and len(each) == KEPT for each in chosen)
+        assert {after[name].dtype for name in names} == {torch.uint8}
+    assert (
+        read_json("whole/config.json")["quantization_config"] == read_json("source/config.json")["quantization_config"]
+    )
+    stored = sum(tensor.nbytes for tensor in after.values())
+    report = read_json("whole/ckpt_prune.json")
+    assert report["after"]["bytes"] == stored
+    assert report["before"]["bytes"] == sum(tensor.nbytes for tensor in before.values())
+    ok("verify", "whole", "--against", "source")
+    with quiet_transformers():
+        stock, info = transformers.AutoModelForCausalLM.from_pretrained(
+            "whole", dtype=torch.bfloat16, output_loading_info=True
+        )
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in stock.state_dict().items())
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        assert run(*REAP, "-o", "out").exit_code == 130
+    assert "block 0" in (done := Journal.read(Path("out.partial")).entries)
+    assert "block 2" not in done
+    resume_job(REAP)
+
+
+@pytest.mark.usefixtures("in_fp8")
+def test_a_mixture_in_fp8_stays_in_fp8():
+    ok(*REAP, "-o", "whole")
+    before, after = load_file("source/model.safetensors"), load_file("whole/model.safetensors")
+    assert {tensor.dtype for name, tensor in after.items() if name.endswith("_proj.weight")} == {torch.float8_e4m3fn}
+    assert read_json("whole/config.json")["quantization_config"] == FP8
+    for name, tensor in after.items():
+        if ".experts." not in name:
+            same = before[name][: len(tensor)] if tensor.shape != before[name].shape else before[name]
+            assert torch.equal(tensor.view(torch.uint8), same.view(torch.uint8)) or "mlp.gate" in name
+            continue
+        start, _, rest = name.partition(".experts.")
+        others = [before[f"{start}.experts.{number}.{rest.partition('.')[2]}"] for number in range(EXPERTS)]
+        assert any(torch.equal(tensor.view(torch.uint8), each.view(torch.uint8)) for each in others)
+    ok("verify", "whole", "--against", "source")
+    set_config("source", quantization_config={**FP8, "activation_scheme": "static"})
+    ok(*REAP, "-o", "plain-output")
+    assert "quantization_config" not in read_json("plain-output/config.json")
+    assert not same_files("whole", "plain-output")
