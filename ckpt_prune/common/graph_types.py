@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-PlainGgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+PlainGgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 OneOrTwoBits = Literal["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "q2_k"]
 ThreeBits = Literal["iq3_xxs", "iq3_xs", "iq3_s", "iq3_m", "q3_k_s", "q3_k_m", "q3_k_l"]
 FourToSixBits = Literal["iq4_xs", "iq4_nl", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"]
@@ -16,12 +16,12 @@ GGUF_TYPES_IN_WORDS = (
     f"{get_args(MixedGgufType)[0]} to {get_args(MixedGgufType)[-1]}"
 )
 GGUF_ROWS = dict.fromkeys(get_args(MixedGgufType), 256) | dict.fromkeys(
-    ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"), 32
+    ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "iq4_nl"), 32
 )
 """GGUF type → what rows are a multiple of, so that no matrix gets another type."""
 GGUF_FILES: dict[str, str] = {kind: f"model-{kind}.gguf" for kind in get_args(GgufType)}
 """GGUF type → name of the file that a recipe ends in, in its output."""
-GGUF_BITS = dict.fromkeys(get_args(GgufType), 8) | {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9}
+GGUF_BITS = dict.fromkeys(get_args(GgufType), 8) | {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9, "mxfp4": 9}
 """GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
 PlainTensorType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 CoarseTensorType = Literal["iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k"]

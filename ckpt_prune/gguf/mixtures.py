@@ -1,5 +1,6 @@
 """The mixtures that llama.cpp has names for: matrices that matter more have more bits than the name says."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -72,6 +73,7 @@ class Mixture:
         more: matrix of a block → rules, of which the first that holds counts.
         head: of the matrix that predicts tokens.
         embedding: of the embedding, if that is another matrix; None: `base`.
+        experts: of the matrices of all experts, if they have another; models without any are refused.
         needs_importance: llama.cpp refuses to round to so few bits without the importance of inputs.
     """
 
@@ -79,9 +81,13 @@ class Mixture:
     more: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
     head: Kind = Kind.Q6_K
     embedding: Kind | None = None
+    experts: Kind | None = None
     needs_importance: bool = False
 
     def kind_of(self, matrix: str, place: MatrixPlace) -> Kind:
+        if self.experts is not None and matrix.endswith("_exps"):
+            return self.experts
+        matrix = re.sub("_(sh)?exps?$", "", matrix)
         return next((kind for holds, kind in self.more.get(matrix, ()) if holds(place)), self.base)
 
 
@@ -179,6 +185,7 @@ MIXTURES: Mapping[str, Mixture] = {
         for name, base, other in (("q4_0", Kind.Q4_0, Kind.Q4_1), ("q5_0", Kind.Q5_0, Kind.Q5_1))
     },
     **{name: Mixture(Kind[name.upper()], head=Kind.Q8_0, embedding=Kind.Q8_0) for name in ("q4_1", "q5_1", "q8_0")},
+    "mxfp4": Mixture(Kind.Q8_0, head=Kind.Q8_0, embedding=Kind.Q8_0, experts=Kind.MXFP4),
     **{name: Mixture(Kind[name.upper()], head=Kind[name.upper()]) for name in ("f32", "f16", "bf16")},
 }
 """Name of a file's type → the types of its matrices, as llama.cpp's own tool chooses them. With the plain types of 4

@@ -20,7 +20,7 @@ from ckpt_prune.sparsity.steps import find_steps
 Array = np.ndarray[Any, Any]
 _CHUNK = 2**22
 """Elements that are rounded at once."""
-_BY_GGUF_PY = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q5_1, Kind.Q4_0, Kind.Q4_1)
+_BY_GGUF_PY = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q5_1, Kind.Q4_0, Kind.Q4_1, Kind.MXFP4)
 """Types that gguf-py rounds to, without regard to how much each input matters."""
 
 
@@ -67,7 +67,7 @@ def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = Non
         kept = _keep_steps(part) if kind == Kind.Q4_0 else None
         if kept is not None:
             return kept
-        if kind in _BY_GGUF_PY and importance is None:
+        if kind == Kind.MXFP4 or (kind in _BY_GGUF_PY and importance is None):
             return gguf.quantize(part, kind)
         import libgguf
 

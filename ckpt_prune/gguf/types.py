@@ -37,14 +37,17 @@ def type_of(dtype: torch.dtype) -> GgufType:
 
 
 def default_type(checkpoint: Checkpoint) -> GgufType:
-    """The type of a checkpoint's file if none is asked for: that of its weights, q4_0 for those that have 4 bits."""
-    bits = {info.scaled.bits for info in checkpoint.tensors.values() if info.scaled is not None}
-    return "q4_0" if bits == {4} else type_of(checkpoint.dtype)
+    """The type of a checkpoint's file if none is asked for: that of its weights, also of those that have 4 bits."""
+    scaled = [info.scaled for info in checkpoint.tensors.values() if info.scaled is not None]
+    if any(each.fp4 for each in scaled):
+        return "mxfp4"
+    return "q4_0" if {each.bits for each in scaled} == {4} else type_of(checkpoint.dtype)
 
 
 def file_type(chosen: GgufType) -> int:
     """Return llama.cpp's number for a file whose matrices mostly have a type."""
-    return int(gguf.LlamaFileType["ALL_F32" if chosen == "f32" else f"MOSTLY_{chosen.upper()}"])
+    names = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
+    return int(gguf.LlamaFileType[names.get(chosen, f"MOSTLY_{chosen.upper()}")])
 
 
 def type_of_file(file: GgufFile) -> str:
@@ -86,6 +89,8 @@ def kinds_of(
     asked_kinds = _asked_kinds(layout, others)
     if MIXTURES[chosen].needs_importance and not weighted:
         raise _few_bits(chosen)
+    if MIXTURES[chosen].experts and not layout.architecture.experts:
+        raise UserError(f"{chosen} is a type of experts, and this model has none: take another, such as q4_0")
     kinds: dict[str, Kind] = {}
     changed: Counter[tuple[str, str]] = Counter()
     rows: set[int] = set()
@@ -172,6 +177,7 @@ def describe_type(chosen: str, kinds: Mapping[str, Kind]) -> str:
     """Return the type of a file in words, with coarser matrices: the limit of `chosen` says nothing of these."""
     mixture = MIXTURES.get(chosen) or Mixture(Kind[chosen.upper()])
     usual = {mixture.base, *(kind for rules in mixture.more.values() for _, kind in rules), mixture.head}
+    usual |= {mixture.experts} if mixture.experts else set()
     least = min(map(bits_of, usual | ({mixture.embedding} if mixture.embedding else set())))
     coarser = {name: kind for name, kind in kinds.items() if bits_of(kind) < least}
     if not coarser:
@@ -210,7 +216,7 @@ def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool)
     heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
     shared = heads / kv_heads if kv_heads else 0  # llama.cpp asks the first block, which may have no attention
     place = MatrixPlace(int(number), int(layout.values["block_count"]), shared, weighted)
-    kind = mixture.kind_of(re.sub("_(sh)?exps?$", "", matrix), place)
+    kind = mixture.kind_of(matrix, place)
     if matrix == "attn_v" and place.blocks == 80 and shared > 1 and kind in (Kind.Q3_K, Kind.Q4_K):
         return Kind.Q5_K  # models of 70B have small ones
     return kind

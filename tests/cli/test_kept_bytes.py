@@ -11,6 +11,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.gguf.types import default_type
 from tests import undescribed
 from tests.cli.running import TEXT, ok, read_json, resume_job, run, same_files, set_config
 from tests.cli.test_fp8 import BLOCK, FP8, quantise
@@ -121,6 +122,7 @@ def test_experts_that_stay_keep_their_bytes():
         )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert all(torch.equal(tensor, plain[name]) for name, tensor in stock.state_dict().items())
+    assert default_type(Checkpoint.open("whole")) == "mxfp4"
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         assert run(*REAP, "-o", "out").exit_code == 130

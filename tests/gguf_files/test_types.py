@@ -24,7 +24,7 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from tests.gguf_files.test_source import edit_file
-from tests.gguf_files.tiny import proving, save
+from tests.gguf_files.tiny import MIXTURE, proving, save
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "initializer_range": 0.03}
 
@@ -75,6 +75,33 @@ def test_more_bits_leave_less_error(tmp_path):
     rising = [whole[kind] for kind in ("iq1_s", "iq2_xxs", "iq2_m", "iq3_xs", "iq4_xs", "q5_k_m", "q6_k")]
     assert rising == sorted(rising)
     assert [error for _, error in rising] == sorted((error for _, error in rising), reverse=True)
+
+
+def test_mxfp4_holds_experts_and_what_is_stored_so_is_not_rounded_again(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for most in (2, 4, 8):  # blocks of small numbers alone get a smaller scale, and the same numbers
+        codes = torch.randint(0, most, (5, 2, 32), generator=generator)
+        signs = 1 - 2.0 * torch.randint(0, 2, codes.shape, generator=generator)
+        exact = (numbers[codes] * signs * torch.exp2(torch.randint(-9, 3, (5, 2, 1), generator=generator))).flatten(1)
+        stored = np.concatenate(list(encode("w", exact, gguf.GGMLQuantizationType.MXFP4)))
+        assert np.array_equal(gguf.dequantize(stored, gguf.GGMLQuantizationType.MXFP4), exact.numpy())
+    sizes = MIXTURE | {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    folder = save(tmp_path / "model", "qwen3_moe", **sizes | {"moe_intermediate_size": 32, "norm_topk_prob": True})
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="mxfp4")
+    assert exported.passed
+    file = open_gguf(tmp_path / "m.gguf")
+    assert type_of_file(file) == "mxfp4"
+    kinds = {name.split(".", 2)[-1]: info.kind.name for name, info in file.tensors.items() if len(info.shape) > 1}
+    assert {kinds.pop(f"ffn_{part}_exps.weight") for part in ("gate", "up", "down")} == {"MXFP4"}
+    assert kinds.pop("ffn_gate_inp.weight") == "F32"
+    assert set(kinds.values()) == {"Q8_0"}
+
+
+def test_mxfp4_is_refused_where_there_are_no_experts(wide, tmp_path):
+    with pytest.raises(UserError, match="mxfp4 is a type of experts, and this model has none: take another"):
+        export_gguf(str(wide), tmp_path / "m.gguf", proving(wide), kind="mxfp4")
 
 
 def test_a_mixture_runs_in_llama_cpp_and_gives_more_bits_to_the_blocks_that_llama_cpp_gives_them(wide, tmp_path):
