@@ -126,7 +126,7 @@ class Architecture:
         only: key of config.json → the values that llama.cpp computes.
         biases: modules that may have a bias; None: any.
         window: llama.cpp applies the config's sliding window. Elsewhere the context is cut to the window. "some": some
-            blocks must have it; "pattern": all must but the exceptions of `pattern`.
+            blocks must have it; "pattern": all must but the exceptions of `pattern`; "any": none need have it.
         pattern: block → whether it is an exception (full attention, no rotary positions): the last of every N.
         large: number of blocks of the model of 27 B, in which llama.cpp scales attention by hidden size / heads.
         table: llama.cpp divides rotary frequencies by a table.
@@ -146,10 +146,13 @@ class Architecture:
         switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
         gated: queries come with a gate, head by head in one module.
         sections: the file says which rotary pairs are for time, height and width, which in a text are all the same.
-        leading: key of config.json that says how many blocks have no experts, if the first have none.
+        leading: key of config.json that says how many blocks have no experts, if the first have none, or which
+            ("mlp_layer_types").
+        dense_width: key of config.json that says how many columns blocks without experts have.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
+        bases: key of config.json with the base of rotary positions in each block, 0 where there are none.
         rotary: GGUF key → key of config.json's rope_parameters with a number, if YaRN scales positions.
     """
 
@@ -163,7 +166,7 @@ class Architecture:
     absent: Mapping[str, float | None] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     biases: frozenset[str] | None = None
-    window: bool | Literal["some", "pattern"] = False
+    window: Literal["", "any", "some", "pattern"] = ""
     pattern: int | None = None
     large: int | None = None
     table: bool = False
@@ -181,9 +184,11 @@ class Architecture:
     gated: bool = False
     sections: bool = False
     leading: str = ""
+    dense_width: str = "intermediate_size"
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
     scalars: Mapping[str, str] = field(default_factory=dict)
+    bases: str = ""
     rotary: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -292,6 +297,7 @@ _DELTA = {
 }
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
 _QUERY_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
+_SHARED_MLP = {name.replace("shared_experts", "shared_mlp"): tensor for name, tensor in SHARED_ALWAYS.items()}
 _XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")}
 _UNTIED: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,)}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
@@ -324,17 +330,17 @@ ARCHITECTURES = (
                  pattern=4),
     Architecture("gemma", "gemma", norm_offset=1, only=_GELU, biases=_NONE),
     Architecture("gemma2", "gemma2", SANDWICH | ATTENTION | GATED, norm_offset=1, values=_SOFTCAPS, only=_GELU,
-                 biases=_NONE, window=True, pattern=2, large=46,
+                 biases=_NONE, window="some", pattern=2, large=46,
                  absent={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     Architecture("gemma3", "gemma3_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS, norm_offset=1, only=_GELU |
-                 {"attn_logit_softcapping": (None,)}, biases=_NONE, window=True, pattern=6, large=62,
+                 {"attn_logit_softcapping": (None,)}, biases=_NONE, window="any", pattern=6, large=62,
                  values={"final_logit_softcapping": "final_logit_softcapping"},
                  absent={"final_logit_softcapping": None}),
     Architecture("phi3", "phi3", NORMS | {"self_attn.qkv_proj": "attn_qkv", OUTPUT: "attn_output",
                  "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_NONE,
                  constants={"attention.sliding_window": 0}, partial=True),
     Architecture("olmo2", "olmo2", _OLMO, only=_SILU, biases=_NONE),
-    Architecture("olmo2", "olmo3", _OLMO, only=_SILU, biases=_NONE, window=True, pattern=4),
+    Architecture("olmo2", "olmo3", _OLMO, only=_SILU, biases=_NONE, window="any", pattern=4),
     Architecture("granite", "granite", neighbours=True, only=_SILU, table=True, absent=_GRANITE_ABSENT,
                  values=_GRANITE),
     Architecture("starcoder2", "starcoder2", NORMS | ATTENTION | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
@@ -351,7 +357,7 @@ ARCHITECTURES = (
                  neighbours=True, only={"hidden_act": ("relu2",)}, biases=_NONE),
     Architecture("cohere2", "cohere2", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
                  values={"logit_scale": "logit_scale"}, absent={"logit_scale": None}, epsilon="layer_norm_epsilon",
-                 window=True, pattern=4),
+                 window="some", pattern=4),
     Architecture("exaone4", "exaone4", _OLMO, only=_SILU | {"sliding_window": (None,)}, biases=_NONE, table=True,
                  whole="heads"),
     Architecture("glm4", "glm4", {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
@@ -375,7 +381,7 @@ ARCHITECTURES = (
     *(_granite_4(name, _GRANITE_DENSE) for name in ("granitehybrid", "granite")),
     *(_granite_4(name, _GRANITE_EXPERTS, widths={SHARED_WIDTH: "shared_intermediate_size"},
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}) for name in ("granitehybrid", "granitemoe")),
-    Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window=True, pattern=2,
+    Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window="some", pattern=2,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}, halves=_OSS_HALVES, alternating=True,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size")),
     Architecture("lfm2", "lfm2", SHORT_CONVOLUTION, _LFM2, only={"conv_bias": (False,)}, biases=_NONE,
@@ -425,9 +431,8 @@ ARCHITECTURES = (
                  "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | _UNTIED, biases=_NONE,
                  partial=True, counts=_CHOSEN | {"expert_count": "num_local_experts"}, constants=_SIGMOID,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size")),
-    Architecture("hunyuan-moe", "hunyuan_v1_moe", NORMS | ATTENTION | _QUERY_NORMS | EXPERTS | {
-                 "mlp.gate.wg": "ffn_gate_inp"} | {
-                 name.replace("shared_experts", "shared_mlp"): tensor for name, tensor in SHARED_ALWAYS.items()},
+    Architecture("hunyuan-moe", "hunyuan_v1_moe", NORMS | ATTENTION | _QUERY_NORMS | EXPERTS | _SHARED_MLP | {
+                 "mlp.gate.wg": "ffn_gate_inp"},
                  only=_SILU, biases=_NONE, counts=_CHOSEN | {"expert_used_count": "moe_topk"},
                  widths=dict.fromkeys((*_WIDTH, SHARED_WIDTH), "intermediate_size")),
     Architecture("exaone-moe", "exaone_moe", LLAMA | HEAD_NORMS | _ROUTED | {
@@ -435,6 +440,37 @@ ARCHITECTURES = (
                  leading=_LEADING, values=_SCALED, only=_SILU | _ONE_GROUP | _UNTIED | {"norm_topk_prob": (True,)},
                  counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""},
                  constants=_SIGMOID_SUM),
+    Architecture("mellum", "mellum", LLAMA | HEAD_NORMS | EXPERTS, biases=_NONE, window="any", pattern=4, only=_SILU |
+                 _UNTIED | {"norm_topk_prob": (True,)}, counts=_CHOSEN | {"expert_count": "num_local_experts"},
+                 widths=_WIDTH),
+    Architecture("hy_v3", "hy_v3", LLAMA | HEAD_NORMS | _SHARED_MLP | EXPERTS | {"mlp.router.gate": "ffn_gate_inp",
+                 "mlp.expert_bias": "exp_probs_b"}, biases=_NONE, only=_SILU, leading="mlp_layer_types",
+                 values={"expert_weights_scale": "router_scaling_factor"}, constants=_SIGMOID_SUM,
+                 counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""}),
+    Architecture("cohere2moe", "cohere2_moe", {"input_layernorm": "attn_norm"} | ATTENTION | GATED | EXPERTS |
+                 SHARED_ALWAYS, biases=_NONE, window="some", values={"logit_scale": "logit_scale"},
+                 leading="mlp_layer_types", dense_width="prefix_dense_intermediate_size",
+                 epsilon="layer_norm_epsilon", only=_SILU | {
+                 "rms_norm_eps": (None,), "expert_selection_fn": ("sigmoid",), "norm_topk_prob": (True,),
+                 "shared_expert_combination_strategy": ("average",), "prefix_dense_sliding_window_pattern": (1,)},
+                 counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, constants=_SIGMOID_SUM,
+                 widths=dict.fromkeys(_WIDTH, "intermediate_size") | {SHARED_WIDTH: ""}),
+    Architecture("glm4moe", "solar_open", {"input_layernorm": "attn_norm",
+                 "post_attention_layernorm": "post_attention_norm"} | ATTENTION | _ROUTED, biases=_NONE,
+                 only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, values=_SCALED,
+                 counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
+                 constants=_SIGMOID_SUM | {"leading_dense_block_count": 0}),
+    Architecture("granite_swa", "granite_swa", LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True,
+                 only=_SILU, table=True, absent=_GRANITE_ABSENT, values=_GRANITE, window="some",
+                 bases="layer_rope_theta"),
+    Architecture("llama", "iquestcoder", neighbours=True, only=_SILU),
+    Architecture("llama", "internlm3", neighbours=True, only=_SILU),
+    Architecture("jais2", "jais2", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+                 only={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
+                 epsilon="layer_norm_epsilon"),
+    Architecture("olmo", "olmo", ATTENTION | GATED, neighbours=True, only=_SILU, biases=_NONE, whole="heads",
+                 epsilon="layer_norm_epsilon", values={"attention.clamp_kqv": "clip_qkv"},
+                 absent={"attention.clamp_kqv": None}),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

@@ -229,6 +229,7 @@ class GgufSource:
         columns, shared = (((getattr(now, name),), (getattr(then, name),)) for name in ("columns", "shared"))
         places = {
             **({"attn_gate": (0, heads)} if now.heads else {}),
+            "attn_sinks.weight": (0, tuple(each[:2] for each in heads)),
             **{"attn_q": (0, queries), "attn_k": (0, groups), "attn_v": (0, groups), "attn_output": (1, heads)},
             **dict.fromkeys(("ffn_gate", "ffn_up"), (0, columns)),
             **dict.fromkeys(("ffn_down", "ffn_gate_exps", "ffn_up_exps"), (1, columns)),
@@ -505,12 +506,11 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
             raise CannotMapError(f"it always computes {name}, and config.json has none")
     if architecture.name == "openelm" and not source.tied:
         raise CannotMapError("its head is its embedding, and this one has a head of its own")
-    if isinstance(architecture.window, str):
-        full = [each == "full_attention" for each in source.value("layer_types")]
-        if all(full) or not source.value("sliding_window"):
-            raise CannotMapError("some of its blocks see a window of tokens only, and here all see all")
-        if architecture.window == "pattern" and full != _lasts(architecture, len(full)):
-            raise CannotMapError(f"every {architecture.pattern}th of its blocks sees all tokens, and here others do")
+    full = _sees_all(source) if architecture.window in ("some", "pattern") else []
+    if full and all(full):
+        raise CannotMapError("some of its blocks see a window of tokens only, and here all see all")
+    if architecture.window == "pattern" and full != _lasts(architecture, len(full)):
+        raise CannotMapError(f"every {architecture.pattern}th of its blocks sees all tokens, and here others do")
     if architecture.pattern is not None and not architecture.window:
         last = [not each for each in source.value("no_rope_layers")]
         if last != _lasts(architecture, len(source.blocks)):
@@ -555,14 +555,21 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError(f"all of its blocks{behind} have experts, and here block {without[0]} has none")
 
 
+def _sees_all(source: GgufSource) -> list[bool]:
+    """Whether each block attends to all tokens, and not to a window of them."""
+    if not source.value("sliding_window"):
+        return [True] * len(source.blocks)
+    return [each == "full_attention" for each in source.value("layer_types")]
+
+
 def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
     """Whether each block is the last of as many as the architecture's pattern has."""
     return [(index + 1) % (architecture.pattern or 1) == 0 for index in range(blocks)]
 
 
 def _values(source: GgufSource, architecture: Architecture, context: int) -> dict[str, Any]:
-    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
-    epsilon = next(value for name in names if (value := source.value(name)) is not None)
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+    epsilon = next((value for name in names if (value := source.value(name)) is not None), 1e-5)
     values = _counts(source, architecture) | {
         "block_count": len(source.blocks),
         "context_length": context,
@@ -577,9 +584,8 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     }
     stated = {key: source.value(name) for key, name in architecture.values.items()}
     values |= {key: float(value) for key, value in stated.items() if value is not None}
-    if architecture.window and source.value("sliding_window"):
+    if architecture.window and not all(full := _sees_all(source)):
         values["attention.sliding_window"] = int(source.value("sliding_window"))
-        full = [each == "full_attention" for each in source.value("layer_types")]
         if full != _lasts(architecture, len(full)):
             values["attention.sliding_window_pattern"] = [not each for each in full]
     return values | dict(architecture.constants)
@@ -631,7 +637,7 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         local, parameters = (_mapping(parameters.get(f"{kind}_attention")) for kind in ("sliding", "full"))
         values["rope.freq_base_swa"] = _number(local, "rope_theta")
         if local.get("rope_type", "default") != "default" or (
-            architecture.name == "olmo2" and local["rope_theta"] != parameters.get("rope_theta")
+            architecture.name in ("olmo2", "mellum") and local["rope_theta"] != parameters.get("rope_theta")
         ):
             raise CannotMapError("it scales no rotary positions in windows, and has others there in gemma3 alone")
     elif architecture.name == "gemma2":
@@ -647,6 +653,11 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         context = min(context, int(window))
     if architecture.switch:
         values["rope.scaling.finetuned"] = source.value(architecture.switch) == "rope"
+    if architecture.bases:
+        bases = source.value(architecture.bases)
+        if set(bases) - {0, parameters.get("rope_theta")}:
+            raise CannotMapError(f"blocks with rotary positions have one base, and here {sorted(set(bases))}")
+        values["attention.rope_pattern"] = [bool(base) for base in bases]
     if architecture.sections:
         values["rope.dimension_sections"] = [len(range(part, rotated // 2, 3)) for part in range(3)] + [0]
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
@@ -673,7 +684,7 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         values["rope.scaling.original_context_length"] = original
         values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
         tables |= {f"rope_factors_{name}": torch.tensor(parameters[f"{name}_factor"]) for name in ("long", "short")}
-    elif kind == "dynamic" and architecture.name == "hunyuan-dense" and parameters.get("alpha"):
+    elif kind == "dynamic" and architecture.name.startswith("hunyuan") and parameters.get("alpha"):
         values["rope.freq_base"] *= _number(parameters, "alpha") ** (rotated / (rotated - 2))
     elif kind != "default":
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")

@@ -47,12 +47,12 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
-_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3")
+_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3", "mellum")
 """Architectures in which llama.cpp's YaRN was compared with transformers'."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",
-    "stablelm": "layer_norm_eps",
+    **dict.fromkeys(("stablelm", "cohere2_moe", "jais2"), "layer_norm_eps"),
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
 }
 
@@ -293,6 +293,7 @@ def _attending(keys: Keys, blocks: int) -> list[str]:
 
 def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
     """How many experts and heads of linear attention there are, and how wide they are."""
+    config[architecture.dense_width] = config["intermediate_size"]
     for key, target in {**architecture.counts, **architecture.widths}.items():
         value = keys.number(key, least=0 if "shared" in key else 1)
         if key == "expert_count" and value > _MOST_EXPERTS:
@@ -312,7 +313,9 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
             raise keys.refuse("ssm.inner_size", f"and {heads} heads in groups do not divide it; download it again")
         config[architecture.state_space.rows] = size // heads
     if architecture.leading:
-        config[architecture.leading] = keys.number("leading_dense_block_count", 0, least=0)
+        dense = min(keys.number("leading_dense_block_count", 0, least=0), config["num_hidden_layers"])
+        kinds = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
+        config[architecture.leading] = kinds if architecture.leading == "mlp_layer_types" else dense
     for key, value in architecture.constants.items() if architecture.experts else ():
         if keys.take(key) != value:
             raise keys.refuse(key, f"and {architecture.model_type} computes {value}")
@@ -413,14 +416,19 @@ def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any])
     window = keys.number("attention.sliding_window", _WINDOWS.get(architecture.name, 0), least=0)
     if not window and architecture.name == "gemma2":
         raise keys.refuse("attention.sliding_window", "with which no token sees another; download it again")
+    if window and architecture.pattern is None and keys.take("attention.sliding_window_pattern") is None:
+        raise keys.refuse("attention.sliding_window_pattern", "and no pattern is usual there; download it again")
     local = _local_blocks(keys, blocks, architecture.pattern or 1) if window else [False] * blocks
     config["sliding_window"] = window or config["max_position_embeddings"]
     config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
     rope = config["rope_parameters"]
+    if architecture.bases:
+        turned = keys.entries("attention.rope_pattern", bool, [True] * blocks)
+        config[architecture.bases] = [rope["rope_theta"] * each for each in turned]
     theta = keys.decimal("rope.freq_base_swa", 10000.0 if architecture.name == "gemma3" else rope["rope_theta"])
     if not theta:
         raise keys.refuse("rope.freq_base_swa", "and positions are divided by its powers; download it again")
-    if architecture.name == "gemma3" or architecture.model_type == "olmo3":
+    if architecture.name == "gemma3" or architecture.model_type in ("olmo3", "mellum"):
         config["rope_parameters"] = {
             "full_attention": rope,
             "sliding_attention": {"rope_type": "default", "rope_theta": theta},

@@ -132,6 +132,35 @@ FAMILIES = {
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": [2] * 6, "head_dim": 16}),
     "exaone_moe": ("exaone_moe", MIXTURE | {"sliding_window": 20, "head_dim": 16}),
+    "hunyuan-moe-dynamic": (
+        "hunyuan_v1_moe",
+        {"num_experts": 5, "moe_topk": 2, "head_dim": 16, "rope_parameters": DYNAMIC},
+    ),
+    "mellum": (
+        "mellum",
+        MIXTURE | {"head_dim": 16, "sliding_window": 20, "layer_types": PARTLY, "rope_parameters": PARTS},
+    ),
+    "hy_v3": ("hy_v3", MIXTURE | {"head_dim": 16, "num_shared_experts": 2}),
+    "cohere2_moe": (
+        "cohere2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "expert_selection_fn": "sigmoid",
+            "first_k_dense_replace": 1,
+            "num_shared_experts": 2,
+            "logit_scale": 0.5,
+            "prefix_dense_intermediate_size": 40,
+        },
+    ),
+    "solar_open": ("solar_open", ROUTED | {"n_shared_experts": 1, "head_dim": 16}),
+    "granite_swa": ("granite_swa", GRANITE | {"sliding_window": 20, "layer_rope_theta": [1e4, 0] * 3}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16}),
+    "internlm3": ("internlm3", {"head_dim": 16}),
+    "jais2": ("jais2", {}),
+    "olmo": ("olmo", {}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -185,6 +214,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] * 6}, "some of its blocks have attention and some"),
         ("afmoe", AFMOE | {"layer_types": PARTLY}, "every 4th of its blocks sees all tokens, and here others do"),
         ("exaone_moe", MIXTURE | {"layer_types": PARTLY[:1] * 6}, "some of its blocks see a window of tokens only"),
+        ("granite_swa", {"layer_rope_theta": [1e4, 5e4] * 3}, "blocks with rotary positions have one base, and here"),
         (
             "ministral3",
             {"rope_parameters": YARN | SCALED | {"rope_type": "linear"}},
