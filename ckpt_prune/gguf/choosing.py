@@ -67,7 +67,8 @@ class TypeChoice:
             by_matrix.setdefault(matrix, Counter())[kind] += blocks
         shown: dict[str, str | None] = {"embedding": self.others.embedding, "head": self.others.output}
         for matrix, kinds in by_matrix.items():
-            shown[matrix] = ", ".join(f"{kind} in {plural(count, 'block')}" for kind, count in kinds.most_common())
+            parts = [f"{kind} in {plural(count, 'block')}" for kind, count in kinds.most_common()]
+            shown[matrix] = ", ".join(parts) if len(parts) > 1 else next(iter(kinds))
         if self.columns:
             least, most = min(self.columns.values()), max(self.columns.values())
             shown["columns of MLPs"] = f"{most}" if least == most else f"{least} to {most}"
@@ -285,13 +286,15 @@ def _patterns(kinds: Mapping[str, Kind]) -> dict[str, str]:
         if name.startswith("blk."):
             _, block, matrix = name.removesuffix(".weight").split(".", 2)
             blocks.setdefault((matrix, kind), []).append(int(block))
-    return {
-        f"^blk\\.({'|'.join(map(str, own))})\\.{re.escape(matrix)}\\.": kind.name.lower()
-        for (matrix, kind), own in blocks.items()
-    }
+    several = Counter(matrix for matrix, _ in blocks)
+    patterns = dict[str, str]()
+    for (matrix, kind), own in blocks.items():
+        which = f"({'|'.join(map(str, own))})" if several[matrix] > 1 else "[0-9]+"
+        patterns[f"^blk\\.{which}\\.{re.escape(matrix)}\\."] = kind.name.lower()
+    return patterns
 
 
 def _read_pattern(pattern: str) -> tuple[str, int]:
-    """Return the matrix that an expression of `_patterns` names, and in how many blocks."""
+    """Return the matrix that an expression of `_patterns` names, and in how many blocks: 1 where it has one type."""
     _, blocks, *matrix, _ = pattern.split("\\.")
     return ".".join(matrix), blocks.count("|") + 1
