@@ -143,6 +143,8 @@ class Architecture:
         hybrid: blocks without attention have another mixer of tokens, and the file says which by no heads of keys and
             values ("kv_heads") or by how often attention comes ("interval").
         state_space: keys of config.json with the sizes of the Mamba 2 that blocks have.
+        single: a block is attention, Mamba 2, an MLP, or experts, and nothing else.
+        unrotated: there are no rotary positions.
         switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
         gated: queries come with a gate, head by head in one module.
         sections: the file says which rotary pairs are for time, height and width, which in a text are all the same.
@@ -180,6 +182,8 @@ class Architecture:
     widths: Mapping[str, str] = field(default_factory=dict)
     hybrid: Literal["", "kv_heads", "interval"] = ""
     state_space: StateSpaceKeys | None = None
+    single: bool = False
+    unrotated: bool = False
     switch: str = ""
     gated: bool = False
     sections: bool = False
@@ -190,6 +194,11 @@ class Architecture:
     scalars: Mapping[str, str] = field(default_factory=dict)
     bases: str = ""
     rotary: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def embedding(self) -> str:
+        """The module of the embedding, which stands beside the blocks."""
+        return next(module for module, tensor in self.outer.items() if tensor == "token_embd")
 
     @property
     def experts(self) -> bool:
@@ -319,6 +328,37 @@ def _granite_4(name: str, names: Mapping[str, str], **mixture: Any) -> Architect
                         absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, **more, **mixture)  # fmt: skip
 
 
+_NEMOTRON_H = mamba_2("mixer") | {
+    "norm": "attn_norm",
+    **{module.replace("self_attn", "mixer"): tensor for module, tensor in ATTENTION.items()},
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+}
+_NEMOTRON_H_EXPERTS = {
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.up_proj": "ffn_up_exps",
+    "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}
+
+
+def _nemotron_h(name: str, names: Mapping[str, str], **experts: Any) -> Architecture:
+    """Return an architecture of Nemotron-H: each block is only Mamba 2, attention, or an MLP or experts."""
+    outer = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
+    only = experts.pop("only", {}) | _UNTIED | {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU}
+    only["use_conv_bias"] = (True,)
+    biases = frozenset(f"mixer.{each}_proj" for each in ("q", "k", "v", "o", "up", "down")) | {"mixer.conv1d"}
+    keys = StateSpaceKeys("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
+    # llama.cpp asks for the epsilon of either kind of norms, and computes with that of RMS norms.
+    values = {"attention.layer_norm_epsilon": "layer_norm_epsilon"} | experts.pop("values", {})
+    return Architecture(name, "nemotron_h", names, outer, only=only, biases=biases, values=values, differs=True,
+                        hybrid="kv_heads", single=True, unrotated=True, state_space=keys, **experts)  # fmt: skip
+
+
 ARCHITECTURES = (
     Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
     Architecture("llama", "mistral", neighbours=True, only=_SILU, table=True),
@@ -381,6 +421,12 @@ ARCHITECTURES = (
     *(_granite_4(name, _GRANITE_DENSE) for name in ("granitehybrid", "granite")),
     *(_granite_4(name, _GRANITE_EXPERTS, widths={SHARED_WIDTH: "shared_intermediate_size"},
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}) for name in ("granitehybrid", "granitemoe")),
+    _nemotron_h("nemotron_h", _NEMOTRON_H),
+    _nemotron_h("nemotron_h_moe", _NEMOTRON_H | _NEMOTRON_H_EXPERTS, values=_SCALED,
+                only=_ONE_GROUP | {"norm_topk_prob": (True,), "n_shared_experts": (1,)}, constants={
+                "expert_weights_norm": True, "expert_shared_count": 1}, absent={"moe_latent_size": None},
+                counts=_CHOSEN | {"expert_count": "n_routed_experts", "moe_latent_size": "moe_latent_size"},
+                widths=_WIDTH | {SHARED_WIDTH: "moe_shared_expert_intermediate_size"}),
     Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window="some", pattern=2,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}, halves=_OSS_HALVES, alternating=True,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size")),
@@ -487,4 +533,5 @@ DIFFERENT = (
 
 def takes_different_blocks(model_type: str, *, tied: bool) -> bool:
     """Return whether llama.cpp has an architecture for a family whose blocks differ in width."""
-    return any(each.model_type == model_type and (tied or each.name != "openelm") for each in DIFFERENT)
+    different = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.differs and each.model_type == model_type]
+    return any(tied or each.name != "openelm" for each in different)

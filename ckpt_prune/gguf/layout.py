@@ -57,7 +57,7 @@ Block = Mapping[str, GgufWeight]
 
 
 class BlockShape(NamedTuple):
-    """Counts of a block: no heads where it has no attention; columns of each of its experts if it has `experts`.
+    """Counts of a block: no heads, or columns, where it has none; columns of each of its experts if it has `experts`.
 
     `shared` are the columns of all its shared experts together.
     """
@@ -91,7 +91,7 @@ class GgufSource:
     def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "GgufSource":
         """Sort the tensors of a model that generates text; `read` returns one by name, by default as it is stored."""
         read = read or partial(_read, model)
-        checkpoint, start = model.checkpoint, f"{model.family.layers}."
+        checkpoint, start = model.checkpoint, model.family.blocks_prefix
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
         if not architecture.endswith("ForCausalLM"):
             raise CannotMapError(
@@ -171,9 +171,12 @@ class GgufSource:
         down, output = self.find(block, "ffn_down", "ffn_down_exps"), self.find(block, "attn_output")
         shared = self.find(block, "ffn_down_shexp")
         experts = self.find(block, "ffn_down_exps") is not None, 0 if shared is None else shared.shape[1]
-        if down is not None and output is None and (index in self.without_attention or self.is_recurrent(block)):
-            return BlockShape(0, 0, down.shape[-1], *experts)
-        if down is None or output is None:
+        single = any(each.single for each in self.candidates)
+        needless = single or index in self.without_attention or self.is_recurrent(block)
+        columns = 0 if down is None else down.shape[-1]
+        if output is None and needless and (single or down is not None):
+            return BlockShape(0, 0, columns, *experts)
+        if output is None or (down is None and not single):
             config = self.model.checkpoint.config
             raise CannotMapError(
                 refusal("llama.cpp", str(config["model_type"]), changes_of_config(config), generates=True)
@@ -191,7 +194,7 @@ class GgufSource:
             fits = rows == [(1 + self.has_gates) * heads * dim, kv_heads * dim, kv_heads * dim]
         if not fits:
             raise self._other_heads(index)
-        return BlockShape(heads, kv_heads, down.shape[-1], *experts)
+        return BlockShape(heads, kv_heads, columns, *experts)
 
     @cached_property
     def without_attention(self) -> set[int]:
@@ -423,18 +426,18 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
 def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | None) -> tuple[GgufSource, list[str]]:
     """Return the same, with zeros where its architecture or type wants more heads or columns, and what to say of it."""
     shapes, notes = source.shapes, list[str]()
-    if not architecture.differs and (widest := _widest(source, architecture)) != shapes:
+    if (widest := _widest(source, architecture)) != shapes:
         shapes = widest
-        sizes = [f"{max(shape.heads for shape in shapes)} heads"]
-        for experts, words in ((False, "columns"), (True, "of each expert")):
-            sizes += [f"{columns} {words}" for columns in {each.columns for each in shapes if each.experts == experts}]
+        sizes = {"heads": {max(shape.heads for shape in shapes)}} if not architecture.differs else {}
+        sizes |= {"columns": {each.columns for each in shapes if not each.experts}} if not architecture.differs else {}
+        sizes["of each expert"] = {each.columns for each in shapes if each.experts}
+        sizes["of shared experts"] = {each.shared for each in shapes} - {0}
+        *words, last = (f"{size} {what}" for what, found in sizes.items() for size in found)
         alike = len({(each.heads > 0, each.experts) for each in shapes}) == len(set(source.shapes))
         why = "heads are together as wide as the model" if alike else "blocks have one shape"
         hint = "" if alike else " (--recipe best-uniform makes blocks alike)"
-        notes.append(
-            f"in {architecture.name} all {why}: they are filled up with zeros to {', '.join(sizes[:-1])} and "
-            f"{sizes[-1]}{hint}"
-        )
+        wide = f"{', '.join(words)} and {last}" if words else last
+        notes.append(f"in {architecture.name} all {why}: they are filled up with zeros to {wide}{hint}")
     if kind in GGUF_ROWS and any(shape.columns % _BLOCK or shape.shared % _BLOCK for shape in shapes):
         shapes = tuple(_round_up(shape, _shared_experts(source, architecture)) for shape in shapes)
         # --for asks for rows that keep the type itself, which are multiples of 256 for many.
@@ -463,7 +466,8 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
     shapes = source.shapes
     attending = [shape for shape in shapes if shape.heads]
     wanted = int(source.value("hidden_size")) // source.head_dim if architecture.whole else None
-    differ = len({shape[:2] for shape in attending}) > 1 or any(shape.heads != wanted for shape in attending if wanted)
+    differ = any(shape.heads != wanted for shape in attending if wanted)
+    differ |= not architecture.differs and len({shape[:2] for shape in attending}) > 1
     kv_heads, group = (max((getattr(shape, name) for shape in attending), default=0) for name in ("kv_heads", "group"))
     if differ and (wrong := next((each for each in attending if each.heads != each.group * each.kv_heads), None)):
         raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")
@@ -479,7 +483,7 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
     return tuple(
         BlockShape(
             *((kv_heads * group, kv_heads) if differ and shape.heads else shape[:2]),
-            columns[shape.experts],
+            columns[shape.experts] if shape.columns and (shape.experts or not architecture.differs) else shape.columns,
             shape.experts,
             shared if shape.shared else 0,
         )
@@ -529,8 +533,8 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError("its heads are together as wide as the model, and here some are not")
     if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
         raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
-    if architecture.hybrid and len(attending) in (0, len(source.shapes)):
-        raise CannotMapError("some of its blocks have attention and some have none, and here all are alike")
+    if architecture.hybrid and not (attending and any(map(source.is_recurrent, source.blocks))):
+        raise CannotMapError("some of its blocks have attention and some another mixer, and here all are alike")
     if architecture.state_space and (reason := reason_against(source.model.config)) is not None:
         raise CannotMapError(reason)
     if architecture.name != "deci" and source.without_attention:
@@ -550,9 +554,10 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
         others = ", ".join(map(str, sorted(found - {wanted}))) or "none"
         raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {others}")
     first = next(index for index, shape in enumerate(source.shapes) if shape.experts) if architecture.leading else 0
-    if without := [index for index, shape in enumerate(source.shapes) if index >= first and not shape.experts]:
-        behind = " behind the first with experts" if architecture.leading else ""
-        raise CannotMapError(f"all of its blocks{behind} have experts, and here block {without[0]} has none")
+    behind = [(index, shape) for index, shape in enumerate(source.shapes) if index >= first and shape.columns]
+    if without := [index for index, shape in behind if not shape.experts]:
+        which = " behind the first with experts" if architecture.leading else " with an MLP" * architecture.single
+        raise CannotMapError(f"all of its blocks{which} have experts, and here block {without[0]} has none")
 
 
 def _sees_all(source: GgufSource) -> list[bool]:
@@ -568,7 +573,7 @@ def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
 
 
 def _values(source: GgufSource, architecture: Architecture, context: int) -> dict[str, Any]:
-    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+    names = ("layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = next((value for name in names if (value := source.value(name)) is not None), 1e-5)
     values = _counts(source, architecture) | {
         "block_count": len(source.blocks),
@@ -577,7 +582,7 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         f"attention.{architecture.epsilon}": float(epsilon),
         "attention.key_length": source.head_dim,
         "attention.value_length": source.head_dim,
-        "vocab_size": source.outer["model.embed_tokens.weight"].shape[0],
+        "vocab_size": source.outer[f"{architecture.embedding}.weight"].shape[0],
     }
     values |= {
         key: [float(block[name].read()) for block in source.blocks] for name, key in architecture.scalars.items()
@@ -595,7 +600,8 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     """Return how many heads, columns and experts blocks have."""
     shapes = source.shapes
     heads, kv_heads = next((shape[:2] for shape in shapes if shape.heads), (None, None))
-    values: dict[str, Any] = {key: source.count(name) for key, name in architecture.counts.items()}
+    stated = {key: name for key, name in architecture.counts.items() if source.value(name) is not None}
+    values: dict[str, Any] = {key: source.count(name) for key, name in stated.items()}
     values |= {
         "feed_forward_length": next((shape for shape in shapes if not shape.experts), shapes[0]).columns,
         "attention.head_count": heads or int(source.value("num_attention_heads")),
@@ -603,10 +609,12 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.differs:
         values["feed_forward_length"] = [shape.columns for shape in shapes]
-        values["attention.head_count"] = [shape.heads for shape in shapes]
+        # Of a hybrid's other blocks the number says nothing, and 0 would be taken for the size of a head.
+        values["attention.head_count"] = [shape.heads or (heads if architecture.hybrid else 0) for shape in shapes]
     if architecture.differs or architecture.hybrid == "kv_heads":
         values["attention.head_count_kv"] = [shape.kv_heads for shape in shapes]
-    widths = {"expert_feed_forward_length": shapes[-1].columns, "expert_shared_feed_forward_length": shapes[-1].shared}
+    last = next((shape for shape in reversed(shapes) if shape.experts), shapes[-1])
+    widths = {"expert_feed_forward_length": last.columns, "expert_shared_feed_forward_length": last.shared}
     values |= {key: widths[key] for key in architecture.widths if key in widths}
     if architecture.hybrid == "interval":
         values |= _intervals([shape.heads > 0 for shape in shapes])
@@ -630,9 +638,11 @@ def _intervals(attends: list[bool]) -> dict[str, Any]:
 
 def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, Any], dict[str, GgufWeight], int]:
     """Return keys and tensors of the rotary embedding, and how many tokens both compute alike."""
-    parameters = _mapping(source.model.config.rope_parameters or {})
     context = int(source.value("max_position_embeddings"))
     values: dict[str, Any] = {}
+    if architecture.unrotated:
+        return values, {}, context
+    parameters = _mapping(source.model.config.rope_parameters or {})
     if "full_attention" in parameters:
         local, parameters = (_mapping(parameters.get(f"{kind}_attention")) for kind in ("sliding", "full"))
         values["rope.freq_base_swa"] = _number(local, "rope_theta")

@@ -54,6 +54,7 @@ _EPSILONS = {
     "cohere": "layer_norm_eps",
     **dict.fromkeys(("stablelm", "cohere2_moe", "jais2"), "layer_norm_eps"),
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
+    "nemotron_h": "layer_norm_epsilon",
 }
 
 
@@ -218,17 +219,21 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": rows.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.number("feed_forward_length"),
+        "intermediate_size": 0 if architecture.single else keys.number("feed_forward_length"),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_dim,
         "max_position_embeddings": keys.number("context_length"),
-        _EPSILONS.get(architecture.model_type, "rms_norm_eps"): keys.decimal(f"attention.{architecture.epsilon}"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
-    if architecture.hybrid == "kv_heads":
+    if architecture.unrotated:
+        del config["rope_parameters"]
+        keys.others("rope.")
+    if architecture.single:
+        config |= _kinds(keys, blocks, "moe" if architecture.experts else "mlp")
+    elif architecture.hybrid == "kv_heads":
         config |= _mixers(keys, blocks, "linear_attention" if architecture.state_space else "conv")
     else:
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
@@ -240,6 +245,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
             config["layer_types"] = ["full_attention"] * blocks
     for key, target in architecture.values.items():
         config[target] = _factor(keys, architecture, key)
+    epsilon = _EPSILONS.get(architecture.model_type, "rms_norm_eps")
+    config[epsilon] = keys.decimal(f"attention.{architecture.epsilon}")
     if config.get("attention_multiplier", 1) is None:
         config["attention_multiplier"] = head_dim**-0.5
     if architecture.switch:
@@ -270,15 +277,33 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 
 def _mixers(keys: Keys, blocks: int, other: str) -> dict[str, Any]:
     """Which blocks have attention, those with heads of keys and values; the others are of type `other`."""
-    counts = keys.entries("attention.head_count_kv", int)
-    kinds = {count for count in counts if count}
-    if len(kinds) != 1 or len(counts) != blocks or min(counts) < 0:
-        raise UserError(f"{keys.where}: {keys.prefix}.attention.head_count_kv has other blocks; download it again")
+    counts = _some_blocks(keys, "attention.head_count_kv", blocks)
     return {
-        "num_key_value_heads": kinds.pop(),
+        "num_key_value_heads": max(counts),
         "layer_types": ["full_attention" if count else other for count in counts],
         **({"block_auto_adjust_ff_dim": False} if other == "conv" else {}),
     }
+
+
+def _kinds(keys: Keys, blocks: int, columns: str) -> dict[str, Any]:
+    """Which blocks have attention or columns, which are of type `columns`; the others are Mamba 2."""
+    heads, widths = (_some_blocks(keys, key, blocks) for key in ("attention.head_count_kv", "feed_forward_length"))
+    kinds = [
+        columns if width else "full_attention" if count else "linear_attention"
+        for count, width in zip(heads, widths, strict=True)
+    ]
+    return {"num_key_value_heads": max(heads), "intermediate_size": max(widths), "layers_block_type": kinds}
+
+
+def _some_blocks(keys: Keys, key: str, blocks: int) -> list[int]:
+    """The counts of a key, one for each block: 0 in some, and the same in all others."""
+    counts = keys.entries(key, int)
+    kinds = {count for count in counts if count}
+    if len(kinds) > 1:
+        raise UserError(f"{keys.where}: its blocks differ ({key}); prune the checkpoint that it was made from")
+    if not kinds or len(counts) != blocks or min(counts) < 0:
+        raise UserError(f"{keys.where}: {keys.prefix}.{key} has other blocks; download it again")
+    return counts
 
 
 def _attending(keys: Keys, blocks: int) -> list[str]:
@@ -295,6 +320,8 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
     """How many experts and heads of linear attention there are, and how wide they are."""
     config[architecture.dense_width] = config["intermediate_size"]
     for key, target in {**architecture.counts, **architecture.widths}.items():
+        if key in architecture.absent and keys.take(key) is None:
+            continue
         value = keys.number(key, least=0 if "shared" in key else 1)
         if key == "expert_count" and value > _MOST_EXPERTS:
             raise keys.refuse(key, f"and llama.cpp takes {_MOST_EXPERTS} at most; download it again")
@@ -393,6 +420,8 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
     model_type = config["model_type"]
     if model_type in ("llama", "granite"):
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
+    elif model_type == "nemotron_h":
+        config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_up" in biases}
     elif model_type == "granitemoehybrid":
         whole = {"layer_types": ["full_attention"] * config["num_hidden_layers"], "mamba_n_heads": 1}
         config |= {"attention_bias": "attn_q" in biases} | ({} if "layer_types" in config else whole)
@@ -457,7 +486,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             weight = GgufWeight((1,), partial(torch.tensor, [number]))
             found.setdefault(f"model.layers.{place}.", {})[scalar] = weight
     for name, info in file.tensors.items():
-        if name == _LLAMA3_TABLE and config["rope_parameters"].get("rope_type") == "llama3":
+        if name == _LLAMA3_TABLE and config.get("rope_parameters", {}).get("rope_type") == "llama3":
             continue
         base, _, kind = name.rpartition(".")
         inside = _IN_BLOCK.fullmatch(name)
@@ -484,7 +513,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             weight = weight.apply(lambda tensor: tensor.flatten(), (math.prod(info.shape),))
         if name.endswith(".ssm_a"):
             weight = weight.apply(lambda decay: (-decay).double().log().float())
-        start = f"model.layers.{inside['block']}." if inside else ""
+        start = f"{architecture.embedding.rpartition('.')[0]}.layers.{inside['block']}." if inside else ""
         found.setdefault(start, {})[tensor] = weight.plus(-architecture.added_to(tensor))
     orders = order_of_halves(architecture)
     if DELTA_HEADS in architecture.counts:

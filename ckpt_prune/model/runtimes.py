@@ -83,7 +83,7 @@ _LLAMA_CPP = (
     *("olmo3", "arcee", "cohere2", "exaone4", "glm4", "hunyuan_v1_dense", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron", "lfm2", "lfm2_moe", "qwen3_next"),
     *("qwen3_5_text", "qwen3_5_moe_text", "ernie4_5_moe", "glm4_moe", "dots1", "gpt_oss", "granitemoe"),
-    *("granitemoeshared", "granitemoehybrid"),
+    *("granitemoeshared", "granitemoehybrid", "nemotron_h"),
     *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "mellum", "hy_v3", "cohere2_moe"),
     *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo"),
 )
@@ -166,8 +166,9 @@ RUNTIMES: dict[str, Runtime] = {
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
         changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
         families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True, rows=GGUF_ROWS,
-        note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
-        "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
+        note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite, phi3 and nemotron_h, and in "
+        "qwen3 with a tied head. In other families the file fills all blocks up with zeros to the widest, which saves "
+        "less.",
     ),
     "vllm": Runtime(
         "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits", "attention"},

@@ -20,6 +20,7 @@ from tests.gguf_files.tiny import (
     HYBRID,
     LONGROPE,
     MIXTURE,
+    NEMOTRON_H,
     ROUTED,
     SIZES,
     WINDOWED,
@@ -60,6 +61,16 @@ EXPERTS_4 = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_siz
 ATTENTION_4 = {"layer_types": ["full_attention"] * 6}
 AFMOE = MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}
 PARTLY = ["full_attention", "sliding_attention"] * 3
+MIXED_KINDS = {"layers_block_type": ["full_attention", "moe", "linear_attention", "moe", "mlp", "linear_attention"]}
+NEMOTRON_3 = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 20,
+    "routed_scaling_factor": 2.5,
+    "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -94,6 +105,8 @@ FAMILIES = {
         "granitemoehybrid",
         GRANITE_4 | EXPERTS_4 | ATTENTION_4 | {"position_embedding_type": "rope"},
     ),
+    "nemotron_h": ("nemotron_h", NEMOTRON_H | {"attention_bias": True, "mlp_bias": True}),
+    "nemotron_3": ("nemotron_h", NEMOTRON_H | NEMOTRON_3),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
@@ -228,6 +241,17 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         ("qwen3_5_text", DELTA | {"linear_value_head_dim": 16}, "have as many rows of keys as of values"),
         ("granitemoehybrid", GRANITE_4 | {"mamba_expand": 1, "mamba_d_head": 4}, "it computes mamba_expand 2, and"),
         ("granitemoehybrid", GRANITE_4 | {"time_step_limit": (0.1, 1.0)}, "it does not limit time steps, and"),
+        (
+            "nemotron_h",
+            NEMOTRON_H | NEMOTRON_3 | MIXED_KINDS,
+            "all of its blocks with an MLP have experts, and here block 4 has none",
+        ),
+        (
+            "nemotron_h",
+            NEMOTRON_H | {"layers_block_type": ["full_attention", "mlp"]},
+            "and some another mixer, and here",
+        ),
+        ("nemotron_h", NEMOTRON_H | {"use_bias": True}, "it has no place for mixer.in_proj.bias"),
         ("granitemoehybrid", GRANITE_4 | EXPERTS_4 | ATTENTION_4, "it computes position_embedding_type 'rope', and"),
     ],
 )

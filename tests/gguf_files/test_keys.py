@@ -97,6 +97,13 @@ REFUSED = {
     "a scaled table": ("llama-llama3", {}, {"rope.scaling.factor": 2.0}, "is missing, a way to scale rotary"),
     "a part of a head": ("llama", {}, {"rope.dimension_count": 4}, "rope.dimension_count is '4', and llama rotates"),
     "narrower values": ("qwen3", {}, {"attention.value_length": 8}, "attention.value_length is '8', and heads of keys"),
+    "other widths": (
+        "nemotron_h",
+        {},
+        {"feed_forward_length": [0, 48, 0, 24, 0, 48]},
+        "its blocks differ (feed_forward",
+    ),
+    "no widths": ("nemotron_3", {}, {"feed_forward_length": [0] * 4}, "feed_forward_length has other blocks"),
     "heads in groups": (
         "granitemoehybrid",
         {},

@@ -66,6 +66,15 @@ GRANITE_4 = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
     }
 )
+NEMOTRON_H = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "head_dim": 8,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "full_attention", "mlp"],
+}
 MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 6, "first_k_dense_replace": 1}
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
