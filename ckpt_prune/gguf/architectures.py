@@ -48,6 +48,18 @@ MIXTRAL = {
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
+LATENT = {
+    QUERY: "attn_q",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    OUTPUT: "attn_output",
+}
+"""Attention whose keys and values are made of one latent vector, by the names that `orders` gives."""
 SHORT_CONVOLUTION = {
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
@@ -153,6 +165,7 @@ class Architecture:
         dense_width: key of config.json that says how many columns blocks without experts have.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
+        latent: keys and values of all heads are made of one latent vector of a token (MLA).
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
         bases: key of config.json with the base of rotary positions in each block, 0 where there are none.
         rotary: GGUF key → key of config.json's rope_parameters with a number, if YaRN scales positions.
@@ -191,6 +204,7 @@ class Architecture:
     dense_width: str = "intermediate_size"
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
+    latent: bool = False
     scalars: Mapping[str, str] = field(default_factory=dict)
     bases: str = ""
     rotary: Mapping[str, str] = field(default_factory=dict)
@@ -293,6 +307,8 @@ _SIGMOID_SUM = _SIGMOID | {"expert_weights_norm": True}
 _SCALED = {"expert_weights_scale": "routed_scaling_factor"}
 _LEADING = "first_k_dense_replace"
 _ONE_GROUP: dict[str, tuple[Any, ...]] = {"n_group": (1,), "topk_group": (1,)}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_INTERLEAVED: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
 _ROUTED = EXPERTS | SHARED_ALWAYS | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 _ROUTED_COUNTS = {
     "expert_count": "n_routed_experts",
@@ -517,6 +533,20 @@ ARCHITECTURES = (
     Architecture("olmo", "olmo", ATTENTION | GATED, neighbours=True, only=_SILU, biases=_NONE, whole="heads",
                  epsilon="layer_norm_epsilon", values={"attention.clamp_kqv": "clip_qkv"},
                  absent={"attention.clamp_kqv": None}),
+    Architecture("deepseek2", "deepseek_v2", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent=True,
+                 leading=_LEADING, only=_SILU | {"topk_method": ("greedy",), "norm_topk_prob": (False,)},
+                 values=_SCALED, absent={"expert_gating_func": int(ExpertGatingFuncType.SOFTMAX)},
+                 counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
+                 constants={"expert_gating_func": int(ExpertGatingFuncType.SOFTMAX)}),
+    Architecture("deepseek2", "deepseek_v3", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent=True,
+                 leading=_LEADING, only=_SILU | _INTERLEAVED | {"norm_topk_prob": (True,)}, values=_SCALED,
+                 counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, widths=_WIDTH, constants=_SIGMOID_SUM),
+    Architecture("deepseek2", "glm4_moe_lite", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent=True,
+                 leading="mlp_layer_types", only=_SILU | _INTERLEAVED | {"norm_topk_prob": (True,)}, values=_SCALED,
+                 counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, widths=_WIDTH, constants=_SIGMOID_SUM),
+    Architecture("deepseek2", "youtu", NORMS | LATENT | GATED, biases=_NONE, latent=True, leading=_LEADING,
+                 only=_SILU | _INTERLEAVED, constants={"expert_shared_count": 0},
+                 widths=dict.fromkeys(_WIDTH, "")),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

@@ -191,7 +191,12 @@ class Fitter:
         self.model, self._live, self._folder = model, live, folder
         self._feedback, self._device = feedback, device
         self._matrices = _Matrices(model, chosen)
-        names = [name for name in layout.tensors if kinds[name] not in _UNROUNDED]
+        # Matrices of each head that multiply a latent vector are rounded when the file is written.
+        names = [
+            name
+            for name, weight in layout.tensors.items()
+            if kinds[name] not in _UNROUNDED and (len(weight.shape) == 2 or weight.parts)
+        ]
         self._kinds = {matrix: kinds[name] for name in names for matrix in self._matrices.matrices(name)}
         self.ways: Counter[str] = Counter()
         """How many matrices are rounded in which way."""

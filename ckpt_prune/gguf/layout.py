@@ -25,7 +25,7 @@ from ckpt_prune.gguf.architectures import (
     Architecture,
 )
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.orders import DeltaHeads, as_in_file, order_of_halves, order_of_heads
+from ckpt_prune.gguf.orders import DeltaHeads, as_in_file, order_of_halves, order_of_heads, split_latent
 from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensors
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
@@ -158,8 +158,15 @@ class GgufSource:
         return any(each.gated for each in self.candidates)
 
     @cached_property
+    def is_latent(self) -> bool:
+        """Whether keys and values of all heads are made of one latent vector of a token."""
+        return any(each.latent for each in self.candidates)
+
+    @cached_property
     def head_dim(self) -> int:
-        """Rows of q and k per head."""
+        """Rows of q and k per head; of v if they are made of a latent vector."""
+        if self.is_latent:
+            return int(self.value("v_head_dim"))
         return int(self.value("head_dim") or self.value("hidden_size") // self.value("num_attention_heads"))
 
     @cached_property
@@ -184,7 +191,9 @@ class GgufSource:
             )
         dim, fused = self.head_dim, block.get(_FUSED_ATTENTION)
         heads = output.shape[1] // dim
-        if fused is not None:
+        if self.is_latent:
+            kv_heads, fits = heads, True
+        elif fused is not None:
             kv_heads = (fused.shape[0] // dim - heads) // 2
             fits = fused.shape[0] == (heads + 2 * kv_heads) * dim
         else:
@@ -407,6 +416,12 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         source = source.order_delta_heads(architecture)
     if architecture.state_space:
         source = source.shape_state_spaces()
+    if architecture.latent:
+        blocks = (
+            split_latent(block, shape.heads, source.head_dim)
+            for block, shape in zip(source.blocks, source.shapes, strict=True)
+        )
+        source = replace(source, blocks=tuple(blocks))
     if architecture.differs:
         source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source
@@ -584,8 +599,12 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "attention.value_length": source.head_dim,
         "vocab_size": source.outer[f"{architecture.embedding}.weight"].shape[0],
     }
+    if architecture.latent:
+        values |= _latents(source)
+    start, blocks = source.model.family.layers, range(len(source.blocks))
     values |= {
-        key: [float(block[name].read()) for block in source.blocks] for name, key in architecture.scalars.items()
+        key: [float(_read(source.model, f"{start}.{block}.{name}")) for block in blocks]
+        for name, key in architecture.scalars.items()
     }
     stated = {key: source.value(name) for key, name in architecture.values.items()}
     values |= {key: float(value) for key, value in stated.items() if value is not None}
@@ -628,6 +647,29 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     return values
 
 
+_WITHOUT_LATENT_QUERIES = (26, 27)
+"""Numbers of blocks of models whose queries are made of no latent vector: llama.cpp knows them by these."""
+
+
+def _latents(source: GgufSource) -> dict[str, Any]:
+    """Return the widths of latent vectors and of heads that are made of them: to llama.cpp they are one wide head."""
+    rank, rotated, others = (source.count(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+    queries = source.value("q_lora_rank") or 0
+    if queries and len(source.blocks) in _WITHOUT_LATENT_QUERIES:
+        raise CannotMapError(
+            f"models of {len(source.blocks)} blocks have queries without a latent vector there, and here they have one"
+        )
+    return {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": int(queries),
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": others + rotated,
+        "attention.value_length_mla": source.head_dim,
+    }
+
+
 def _intervals(attends: list[bool]) -> dict[str, Any]:
     """Return the key that says which blocks have attention: the last of every so many, or a list of the others."""
     every = attends.index(True) + 1 if any(attends) else len(attends) + 1
@@ -654,7 +696,7 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         values["rope.freq_base_swa"] = _number(parameters, "rope_theta")
     key = "partial_rotary_factor"
     share = _number({key: parameters.get(key) or source.value(key) or 1}, key)
-    rotated = int(source.head_dim * share)
+    rotated = source.count("qk_rope_head_dim") if architecture.latent else int(source.head_dim * share)
     values |= {"rope.dimension_count": rotated, "rope.freq_base": _number(parameters, "rope_theta")}
     if architecture.differs and rotated != source.head_dim:
         raise CannotMapError(f"it rotates whole heads, and here {rotated} of {source.head_dim} rows are rotated")
@@ -686,6 +728,12 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         if not math.isclose(scale, usual_scale, rel_tol=1e-6):
             values["rope.scaling.attn_factor"] = scale / usual_scale
         values |= {key: _number(parameters, name) for key, name in architecture.rotary.items()}
+        if architecture.latent:  # llama.cpp scales attention by what queries and keys are not multiplied by
+            share = _number(parameters, "mscale_all_dim")
+            if parameters.get("mscale") != share or parameters.get("attention_factor"):
+                raise CannotMapError("its YaRN has one mscale for all dimensions, and no attention_factor")
+            values["rope.scaling.yarn_log_multiplier"] = 0.1 * share
+            values.pop("rope.scaling.attn_factor", None)
     elif kind == "llama3" and architecture.table:
         tables["rope_freqs"] = llama3_divisors(parameters, rotated)
     elif kind == "longrope" and architecture.name == "phi3":

@@ -82,6 +82,45 @@ def as_in_checkpoint(block: Mapping[str, GgufWeight], orders: Iterable[Order]) -
     return changed
 
 
+_LATENT, _OF_KEYS, _OF_VALUES = (f"self_attn.{name}_proj.weight" for name in ("kv_b", "k_b", "v_b"))
+
+
+def split_latent(block: Mapping[str, GgufWeight], heads: int, rows: int) -> dict[str, GgufWeight]:
+    """Return the tensors of a block with what makes keys and values of a latent vector as two of three axes.
+
+    llama.cpp multiplies queries by what makes keys, so that it is transposed.
+
+    Args:
+        rows: of the values of a head.
+    """
+    split = dict(block)
+    if (fused := split.pop(_LATENT, None)) is not None:
+        rank = fused.shape[1]
+        of_keys = fused.shape[0] // heads - rows
+        by_head = fused.apply(lambda tensor: tensor.reshape(heads, -1, rank), (heads, of_keys + rows, rank))
+        split[_OF_KEYS] = by_head.take(1, torch.arange(of_keys)).transpose()
+        split[_OF_VALUES] = by_head.take(1, torch.arange(of_keys, of_keys + rows))
+    return split
+
+
+def join_latent(block: Mapping[str, GgufWeight]) -> dict[str, GgufWeight]:
+    """Return the tensors of a file's block as they stand in a checkpoint: what `split_latent` does, undone.
+
+    Raises:
+        ValueError: the two tensors do not fit together; it says the name of the first.
+    """
+    joined = dict(block)
+    of_keys, of_values = joined.pop(_OF_KEYS, None), joined.pop(_OF_VALUES, None)
+    if of_keys is not None and of_values is not None:
+        shapes = of_keys.shape, of_values.shape
+        if {len(shape) for shape in shapes} != {3} or (shapes[0][0], shapes[0][1]) != (shapes[1][0], shapes[1][2]):
+            raise ValueError(_OF_KEYS)
+        fused = GgufWeight.join([of_keys.transpose(), of_values], 1)
+        shape = fused.shape[0] * fused.shape[1], fused.shape[2]
+        joined[_LATENT] = fused.apply(lambda tensor: tensor.reshape(shape), shape)
+    return joined
+
+
 def order_of_halves(architecture: Architecture) -> list[Order]:
     """Return the order of tensors that hold rows of gate and of up."""
 

@@ -26,7 +26,7 @@ from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import llama3_divisors
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
-from ckpt_prune.gguf.orders import DeltaHeads, as_in_checkpoint, order_of_halves, order_of_heads
+from ckpt_prune.gguf.orders import DeltaHeads, as_in_checkpoint, join_latent, order_of_halves, order_of_heads
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
@@ -47,7 +47,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
-_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3", "mellum")
+_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3", "mellum", "deepseek2")
 """Architectures in which llama.cpp's YaRN was compared with transformers'."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
@@ -195,9 +195,18 @@ def _architecture(file: GgufFile) -> Architecture:
 
     unrotated = file.values.get(f"{name}.rope.scaling.finetuned") is False
 
+    gate = file.values.get(f"{name}.expert_gating_func")
+
     def fits(each: Architecture) -> tuple[bool, ...]:
         is_shared = (SHARED_WIDTH in each.widths) == shared
-        return each.experts == experts, is_shared, bool(each.window) == windows, bool(each.switch) == unrotated
+        has_gate = each.constants.get("expert_gating_func", gate) == gate
+        return (
+            each.experts == experts,
+            is_shared,
+            bool(each.window) == windows,
+            bool(each.switch) == unrotated,
+            has_gate,
+        )
 
     return max(candidates, key=fits)
 
@@ -211,8 +220,9 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     rows = file.tensors.get("token_embd.weight")
     if rows is None or len(rows.shape) != 2:
         raise UserError(f"{file.path}: there is no token_embd.weight; download it again")
-    head_dim = keys.number("attention.key_length", hidden // heads, least=2)
-    if keys.number("attention.value_length", hidden // heads) != head_dim:
+    latent = _latents(keys) if architecture.latent else {}
+    head_dim = latent.get("qk_rope_head_dim") or keys.number("attention.key_length", hidden // heads, least=2)
+    if not latent and keys.number("attention.value_length", hidden // heads) != head_dim:
         raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
     config: dict[str, Any] = {
         "architectures": [CLASSES[architecture.model_type]],
@@ -228,6 +238,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
+    config |= latent
     if architecture.unrotated:
         del config["rope_parameters"]
         keys.others("rope.")
@@ -235,7 +246,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config |= _kinds(keys, blocks, "moe" if architecture.experts else "mlp")
     elif architecture.hybrid == "kv_heads":
         config |= _mixers(keys, blocks, "linear_attention" if architecture.state_space else "conv")
-    else:
+    elif not latent:
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
     if architecture.hybrid == "interval":
         config["layer_types"] = _attending(keys, blocks)
@@ -273,6 +284,22 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         neutral["expert_feed_forward_length"] = (0, config["intermediate_size"])
     keys.check_others(MODEL_WITHOUT_EFFECT, {**MODEL_NEUTRAL, **neutral}, experts=architecture.experts)
     return config
+
+
+def _latents(keys: Keys) -> dict[str, Any]:
+    """Widths of latent vectors, and of heads that are made of them."""
+    rank, rotated = keys.number("attention.kv_lora_rank"), keys.number("rope.dimension_count")
+    wide = {"head_count_kv": 1, "key_length": rank + rotated, "value_length": rank}
+    for key, expected in wide.items():
+        if keys.number(f"attention.{key}") != expected:
+            raise keys.refuse(f"attention.{key}", f"and made of a latent vector it is {expected}: convert it anew")
+    return {
+        "q_lora_rank": keys.number("attention.q_lora_rank", 0, least=0) or None,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys.number("attention.key_length_mla", least=rotated + 1) - rotated,
+        "v_head_dim": keys.number("attention.value_length_mla"),
+    }
 
 
 def _mixers(keys: Keys, blocks: int, other: str) -> dict[str, Any]:
@@ -344,7 +371,7 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
         kinds = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
         config[architecture.leading] = kinds if architecture.leading == "mlp_layer_types" else dense
     for key, value in architecture.constants.items() if architecture.experts else ():
-        if keys.take(key) != value:
+        if (keys.take(key) or architecture.absent.get(key)) != value:
             raise keys.refuse(key, f"and {architecture.model_type} computes {value}")
 
 
@@ -392,15 +419,20 @@ def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int)
 
 def _yarn(keys: Keys, factor: float, architecture: Architecture) -> dict[str, Any]:
     context = keys.number("rope.scaling.original_context_length", keys.number("context_length"))
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     usual = 1 + 0.1 * math.log(factor)
     scale = keys.decimal("rope.scaling.attn_factor", 1.0)
+    if architecture.latent:
+        share = float(f"{keys.decimal('rope.scaling.yarn_log_multiplier', 0) / 0.1:.6g}")
+        if not share or scale != 1:
+            raise keys.refuse("rope.scaling.yarn_log_multiplier", "and no class scales attention so")
+        return yarn | {"mscale": share, "mscale_all_dim": share}
     if architecture.name == "mistral3":
         scale /= 1 + 0.1 * keys.decimal("rope.scaling.yarn_log_multiplier", 0) * math.log(factor)
     # llama.cpp's converter writes this one, and its models do not read it.
     stated = keys.decimal("rope.scaling.yarn_attn_factor", 1.0)
     if stated != 1 and not math.isclose(stated, usual, rel_tol=1e-3):
         raise keys.refuse("rope.scaling.yarn_attn_factor", f"and llama.cpp computes {usual:.6g} all the same")
-    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     return yarn if scale == 1 else yarn | {"attention_factor": scale * usual}
 
 
@@ -520,7 +552,8 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
         orders += order_of_heads(architecture, _delta_heads(config))
     for start, block in found.items():
         try:
-            yield from ((start + tensor, weight) for tensor, weight in as_in_checkpoint(block, orders).items())
+            stored = join_latent(as_in_checkpoint(block, orders))
+            yield from ((start + tensor, weight) for tensor, weight in stored.items())
         except ValueError as error:
             raise UserError(
                 f"{file.path}: {start}{error} is not shaped as what belongs to it; download it again"

@@ -85,7 +85,8 @@ _LLAMA_CPP = (
     *("qwen3_5_text", "qwen3_5_moe_text", "ernie4_5_moe", "glm4_moe", "dots1", "gpt_oss", "granitemoe"),
     *("granitemoeshared", "granitemoehybrid", "nemotron_h"),
     *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "mellum", "hy_v3", "cohere2_moe"),
-    *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo"),
+    *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo", "deepseek_v2", "deepseek_v3", "youtu"),
+    "glm4_moe_lite",
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

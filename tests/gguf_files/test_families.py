@@ -59,6 +59,15 @@ OSS = {
 }
 EXPERTS_4 = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}
 ATTENTION_4 = {"layer_types": ["full_attention"] * 6}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.7}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 AFMOE = MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}
 PARTLY = ["full_attention", "sliding_attention"] * 3
 MIXED_KINDS = {"layers_block_type": ["full_attention", "moe", "linear_attention", "moe", "mlp", "linear_attention"]}
@@ -174,6 +183,10 @@ FAMILIES = {
     "internlm3": ("internlm3", {"head_dim": 16}),
     "jais2": ("jais2", {}),
     "olmo": ("olmo", {}),
+    "deepseek_v2": ("deepseek_v2", ROUTED | LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v3": ("deepseek_v3", ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN | MSCALE}),
+    "glm4_moe_lite": ("glm4_moe_lite", ROUTED | LATENT),
+    "youtu": ("youtu", LATENT | {"tie_word_embeddings": True}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -227,6 +240,12 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] * 6}, "some of its blocks have attention and some"),
         ("afmoe", AFMOE | {"layer_types": PARTLY}, "every 4th of its blocks sees all tokens, and here others do"),
         ("exaone_moe", MIXTURE | {"layer_types": PARTLY[:1] * 6}, "some of its blocks see a window of tokens only"),
+        ("deepseek_v3", ROUTED | LATENT | {"rope_parameters": YARN | MSCALE | {"mscale": 1.0}}, "one mscale for all"),
+        (
+            "deepseek_v3",
+            ROUTED | LATENT | {"num_hidden_layers": 26},
+            "models of 26 blocks have queries without a latent",
+        ),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4] * 3}, "blocks with rotary positions have one base, and here"),
         (
             "ministral3",

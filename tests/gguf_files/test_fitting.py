@@ -34,6 +34,7 @@ def run(*arguments: object) -> tuple[int, str]:
     [
         ("llama", {}),  # rows of q and k are reordered
         ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "intermediate_size": 100}),
+        ("apertus", {}),  # a file lists numbers of its activation among its keys
         ("phi3", {"intermediate_size": 100}),  # fused, and filled up
         ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 64}),
         ("granitemoe", GRANITE | {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 36}),
