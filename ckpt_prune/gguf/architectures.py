@@ -94,18 +94,22 @@ DELTA_APART = DELTA_NET | {"linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in
 
 
 class StateSpaceKeys(NamedTuple):
-    """Keys of config.json with the sizes of Mamba 2, by the names of GGUF keys; `rows` are those of a head."""
+    """Keys of config.json with the sizes of Mamba 2, by the names of GGUF keys.
+
+    `rows` are those of a head, `columns` those of all heads, if a key says it.
+    """
 
     conv_kernel: str
     state_size: str
     group_count: str
     time_step_rank: str
     rows: str
+    columns: str = ""
 
     @property
     def stored(self) -> dict[str, str]:
         """GGUF key → key of config.json."""
-        return {f"ssm.{name}": key for name, key in self._asdict().items() if name != "rows"}
+        return {f"ssm.{name}": key for name, key in self._asdict().items() if name not in ("rows", "columns")}
 
 
 def mamba_2(module: str) -> dict[str, str]:
@@ -155,6 +159,8 @@ class Architecture:
         hybrid: blocks without attention have another mixer of tokens, and the file says which by no heads of keys and
             values ("kv_heads") or by how often attention comes ("interval").
         state_space: keys of config.json with the sizes of the Mamba 2 that blocks have.
+        factors: module → keys of config.json with what its weights are multiplied by; behind a dot the place in a list.
+        row_factors: key of config.json with a factor for each part of what the input projection of Mamba 2 makes.
         single: a block is attention, Mamba 2, an MLP, or experts, and nothing else.
         unrotated: there are no rotary positions.
         switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
@@ -195,6 +201,8 @@ class Architecture:
     widths: Mapping[str, str] = field(default_factory=dict)
     hybrid: Literal["", "kv_heads", "interval"] = ""
     state_space: StateSpaceKeys | None = None
+    factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    row_factors: str = ""
     single: bool = False
     unrotated: bool = False
     switch: str = ""
@@ -375,6 +383,23 @@ def _nemotron_h(name: str, names: Mapping[str, str], **experts: Any) -> Architec
                         hybrid="kv_heads", single=True, unrotated=True, state_space=keys, **experts)  # fmt: skip
 
 
+# llama.cpp looks for this norm by a name without ".weight".
+_FALCON_H1 = {"input_layernorm": "attn_norm", "pre_ff_layernorm.weight": "ffn_norm"} | {
+    module.replace("mlp", "feed_forward"): tensor for module, tensor in (ATTENTION | GATED).items()
+}
+_FALCON_FACTORS = {
+    "model.embed_tokens": ("embedding_multiplier",),
+    "lm_head": ("lm_head_multiplier",),
+    QUERY: ("attention_in_multiplier",),
+    KEY: ("attention_in_multiplier", "key_multiplier"),
+    VALUE: ("attention_in_multiplier",),
+    OUTPUT: ("attention_out_multiplier",),
+    "mamba.in_proj": ("ssm_in_multiplier",),
+    "mamba.out_proj": ("ssm_out_multiplier",),
+    "feed_forward.gate_proj": ("mlp_multipliers.0",),
+    "feed_forward.down_proj": ("mlp_multipliers.1",),
+}
+
 ARCHITECTURES = (
     Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
     Architecture("llama", "mistral", neighbours=True, only=_SILU, table=True),
@@ -437,6 +462,10 @@ ARCHITECTURES = (
     *(_granite_4(name, _GRANITE_DENSE) for name in ("granitehybrid", "granite")),
     *(_granite_4(name, _GRANITE_EXPERTS, widths={SHARED_WIDTH: "shared_intermediate_size"},
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}) for name in ("granitehybrid", "granitemoe")),
+    Architecture("falcon-h1", "falcon_h1", _FALCON_H1 | mamba_2("mamba"), {"model.embed_tokens": "token_embd",
+                 "model.final_layernorm": "output_norm", "lm_head": "output"}, biases=frozenset({"mamba.conv1d"}),
+                 only=_SILU | {"mamba_conv_bias": (True,)}, state_space=_MAMBA._replace(columns="mamba_d_ssm"),
+                 factors=_FALCON_FACTORS, row_factors="ssm_multipliers"),
     _nemotron_h("nemotron_h", _NEMOTRON_H),
     _nemotron_h("nemotron_h_moe", _NEMOTRON_H | _NEMOTRON_H_EXPERTS, values=_SCALED,
                 only=_ONE_GROUP | {"norm_topk_prob": (True,), "n_shared_experts": (1,)}, constants={

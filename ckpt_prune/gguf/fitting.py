@@ -56,17 +56,17 @@ class _Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """The weights of the checkpoint that a matrix of the file is made of, moved and multiplied by a factor.
+    """The weights of the checkpoint that a matrix of the file is made of, moved, and multiplied by a factor of a row.
 
     Attributes:
         parts: its rows, by the tensors that they are from.
         columns: column of the checkpoint for each column, (columns,) int64; -1 if it is filled up with zeros.
-        factor: that weights were multiplied with.
+        factor: that the weights of each row were multiplied with, (rows, 1); 1 if it is filled up with zeros.
     """
 
     parts: tuple[_Part, ...]
     columns: Tensor
-    factor: float
+    factor: Tensor
 
     @property
     def sources(self) -> set[str]:
@@ -83,7 +83,7 @@ class Placement:
         real = torch.nonzero(self.columns >= 0)[:, 0]
         for part in self.parts:
             new = tensors[part.source].to(torch.float32, copy=True)
-            rows = values[part.rows][:, real] / self.factor
+            rows = values[part.rows][:, real] / self.factor[part.rows]
             new[part.source_rows[:, None], self.columns[real]] = rows
             tensors[part.source] = new
 
@@ -120,7 +120,8 @@ class _Matrices:
 
     def place(self, name: str) -> Placement:
         ones, sources = self._read_as(name, lambda source: torch.ones(()).expand(self._shapes[source]))
-        factor = float(ones.max())
+        first = ones[:, :1]  # zeros that fill rows up are behind the others
+        factor = first.masked_fill(first == 0, 1.0)
 
         def number(axis: int, of: str) -> Tensor:
             """Return the places of an axis (counted from 1) of the tensor `of`; 0 of others."""
@@ -130,7 +131,7 @@ class _Matrices:
                 counted = torch.arange(1, shape[axis] + 1, dtype=torch.float32) * (source == of)
                 return (counted[:, None] if axis == 0 else counted).expand(shape)
 
-            return (self._read_as(name, value)[0].amax(1 - axis) / factor).round().long() - 1
+            return (self._read_as(name, value)[0] / factor).amax(1 - axis).round().long() - 1
 
         parts = []
         for source in sources:

@@ -59,7 +59,7 @@ def importance_of_statistics(statistics: Statistics, model: Model, kind: GgufTyp
     found: dict[str, Array] = {}
     for name, weight in layout.tensors.items():
         if is_matrix(name, weight) and name.startswith("blk."):
-            columns = weight.read().float().amax(-2)
+            columns = weight.read().float().abs().amax(-2)
             if bool(columns.any()):
                 means = columns.mean(-1, keepdim=True)
                 # Of an expert that no token reached all inputs count alike.

@@ -313,10 +313,33 @@ class GgufSource:
                 raise CannotMapError(f"all blocks have {heads} heads of Mamba 2, and those of block {index} are others")
         return sizes
 
-    def shape_state_spaces(self) -> "GgufSource":
+    def shape_state_spaces(self, architecture: Architecture) -> "GgufSource":
         """Return the same with the axes that llama.cpp has in Mamba 2."""
-        blocks = tuple(shape_tensors(block, self.modules, self.state_space) for block in self.blocks)
+        factors = tuple(getattr(self.model.config, architecture.row_factors)) if architecture.row_factors else ()
+        blocks = tuple(shape_tensors(block, self.modules, self.state_space, factors) for block in self.blocks)
         return replace(self, blocks=blocks)
+
+    def absorb_factors(self, architecture: Architecture) -> "GgufSource":
+        """Return the same with factors of config.json multiplied into its weights."""
+
+        def factor(key: str) -> float:
+            name, _, place = key.partition(".")
+            value = getattr(self.model.config, name)
+            return float(value[int(place)] if place else value)
+
+        factors = {module: math.prod(map(factor, keys)) for module, keys in architecture.factors.items()}
+        if self.tied:
+            module_of = {tensor: module for module, tensor in architecture.outer.items()}
+            factors[module_of["output_norm"]] = factors[module_of["output"]] / factors[architecture.embedding]
+        return self._scale(factors)
+
+    def _scale(self, factors: Mapping[str, float]) -> "GgufSource":
+        """Return the same with what modules have multiplied by a factor."""
+
+        def scale(tensors: Block) -> Block:
+            return {name: weight.times(factors.get(_module(name), 1)) for name, weight in tensors.items()}
+
+        return replace(self, outer=scale(self.outer), blocks=tuple(map(scale, self.blocks)))
 
     def absorb_scales(self) -> "GgufSource":
         """Return the same with Granite's factors multiplied into its weights."""
@@ -324,13 +347,7 @@ class GgufSource:
         attention = self.value("attention_multiplier") * math.sqrt(self.head_dim)
         final = 1 / self.value("logits_scaling") / (embedding if self.tied else 1)
         outer = {"model.embed_tokens": embedding, "model.norm": final}
-        inner = {QUERY: attention, OUTPUT: residual, "mlp.down_proj": residual}
-
-        def scale_block(tensors: Block, factors: Mapping[str, float]) -> Block:
-            return {name: weight.times(factors.get(name.rpartition(".")[0], 1)) for name, weight in tensors.items()}
-
-        blocks = tuple(scale_block(block, inner) for block in self.blocks)
-        return replace(self, outer=scale_block(self.outer, outer), blocks=blocks)
+        return self._scale({**outer, QUERY: attention, OUTPUT: residual, "mlp.down_proj": residual})
 
 
 def _candidates(model_type: str, blocks: Sequence[Block]) -> tuple[Architecture, ...]:
@@ -415,13 +432,15 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     if DELTA_HEADS in architecture.counts:
         source = source.order_delta_heads(architecture)
     if architecture.state_space:
-        source = source.shape_state_spaces()
+        source = source.shape_state_spaces(architecture)
     if architecture.latent:
         blocks = (
             split_latent(block, shape.heads, source.head_dim)
             for block, shape in zip(source.blocks, source.shapes, strict=True)
         )
         source = replace(source, blocks=tuple(blocks))
+    if architecture.factors:
+        source = source.absorb_factors(architecture)
     if architecture.differs:
         source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source

@@ -129,8 +129,8 @@ def predict_type_losses(
     found = TypeLosses({}, {}, measure_rerouting(model, samples, by_weight, noise, **how))
     for file_name, parts in sources.items():
         weight, names = layout.tensors[file_name], list(dict.fromkeys(name for part in parts for name in part))
-        if not all(by_weight.get(name) for name in names):
-            continue
+        if not all(by_weight.get(name) for name in names) or not types_for(weight.shape[-1]):
+            continue  # its rows divide into blocks of no type, and stay in float16
         elements = sum(prod(model.checkpoint.tensors[name].shape) for name in names)
         share = min(1.0, prod(weight.shape) / elements)  # less, if a fused one was split
         kinds = [kind for kind in types_for(weight.shape[-1]) if all(kind.name in by_weight[name] for name in names)]

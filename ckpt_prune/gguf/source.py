@@ -366,6 +366,8 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
         if size % heads or heads % config[architecture.state_space.group_count]:
             raise keys.refuse("ssm.inner_size", f"and {heads} heads in groups do not divide it; download it again")
         config[architecture.state_space.rows] = size // heads
+        if architecture.state_space.columns:
+            config[architecture.state_space.columns] = size
     if architecture.leading:
         dense = min(keys.number("leading_dense_block_count", 0, least=0), config["num_hidden_layers"])
         kinds = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
@@ -452,6 +454,8 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
     model_type = config["model_type"]
     if model_type in ("llama", "granite"):
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
+    elif model_type == "falcon_h1":
+        config |= {"mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors, "mamba_norm_before_gate": False}
     elif model_type == "nemotron_h":
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_up" in biases}
     elif model_type == "granitemoehybrid":

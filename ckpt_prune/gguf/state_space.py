@@ -3,8 +3,10 @@
 Heads of a group share inputs and outputs of their states, and are normalised together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 
@@ -35,7 +37,7 @@ def reason_against(config: Any) -> str | None:
 
 
 def shape_tensors(
-    block: Mapping[str, GgufWeight], modules: Mapping[str, str], sizes: StateSpace
+    block: Mapping[str, GgufWeight], modules: Mapping[str, str], sizes: StateSpace, factors: Sequence[float] = ()
 ) -> dict[str, GgufWeight]:
     """Return the tensors of a block with the axes that llama.cpp has: (heads, 1) and (groups, columns of a group).
 
@@ -43,12 +45,20 @@ def shape_tensors(
         block: name → tensor.
         modules: module, or name of a tensor that is no weight of one → tensor in GGUF.
         sizes: of all blocks.
+        factors: of the parts of what the input projection makes, multiplied into its rows; none: 1.
     """
     of_groups = (sizes.groups, sizes.columns // sizes.groups)
     axes = {"ssm_a": (sizes.heads, 1), "ssm_d": (sizes.heads, 1), "ssm_norm": of_groups}
-    found = {name: axes.get(modules.get(name) or modules.get(name.removesuffix(".weight"), "")) for name in block}
+    rows = [torch.full((count, 1), by) for count, by in zip(sizes.inputs, factors, strict=bool(factors))]
+    shaped = dict(block)
+    for name, weight in block.items():
+        tensor = modules.get(name) or modules.get(name.removesuffix(".weight"), "")
+        if tensor in axes:
+            shaped[name] = _reshape(weight, axes[tensor])
+        elif tensor == "ssm_in" and factors:
+            shaped[name] = weight.apply(lambda each: each * torch.cat(rows))
+    return shaped
 
-    def shape(weight: GgufWeight, axes: tuple[int, int]) -> GgufWeight:
-        return weight.apply(lambda tensor: tensor.reshape(axes), axes)
 
-    return {name: weight if (own := found[name]) is None else shape(weight, own) for name, weight in block.items()}
+def _reshape(weight: GgufWeight, axes: tuple[int, int]) -> GgufWeight:
+    return weight.apply(lambda tensor: tensor.reshape(axes), axes)

@@ -83,7 +83,7 @@ _LLAMA_CPP = (
     *("olmo3", "arcee", "cohere2", "exaone4", "glm4", "hunyuan_v1_dense", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron", "lfm2", "lfm2_moe", "qwen3_next"),
     *("qwen3_5_text", "qwen3_5_moe_text", "ernie4_5_moe", "glm4_moe", "dots1", "gpt_oss", "granitemoe"),
-    *("granitemoeshared", "granitemoehybrid", "nemotron_h"),
+    *("granitemoeshared", "granitemoehybrid", "nemotron_h", "falcon_h1"),
     *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "mellum", "hy_v3", "cohere2_moe"),
     *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo", "deepseek_v2", "deepseek_v3", "youtu"),
     "glm4_moe_lite",

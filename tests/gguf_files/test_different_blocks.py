@@ -10,6 +10,7 @@ from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from tests.gguf_files.tiny import (
     DELTA,
+    FALCON_H1,
     GRANITE,
     GRANITE_4,
     HYBRID,
@@ -36,6 +37,7 @@ FORMS = {
     "lfm2": ("lfm2", HYBRID | {"block_auto_adjust_ff_dim": False}, "lfm2"),
     "qwen3_5_text": ("qwen3_5_text", DELTA, "qwen35"),
     "granitemoehybrid": ("granitemoehybrid", GRANITE_4, "granitehybrid"),
+    "falcon_h1": ("falcon_h1", FALCON_H1, "falcon-h1"),
     "nemotron_h": ("nemotron_h", NEMOTRON_H, "nemotron_h"),
     "phi3-longrope": ("phi3", LONGROPE, "phi3"),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "starcoder2"),

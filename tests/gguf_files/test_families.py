@@ -15,6 +15,7 @@ from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import open_model
 from tests.gguf_files.tiny import (
     DELTA,
+    FALCON_H1,
     GRANITE,
     GRANITE_4,
     HYBRID,
@@ -80,6 +81,12 @@ NEMOTRON_3 = {
     "routed_scaling_factor": 2.5,
     "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
 }
+MULTIPLIERS = {
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 1.4, "key_multiplier": 1.6, "mlp_multipliers": [0.9, 0.5]},
+    **{f"{kind}_multiplier": 0.7 for kind in ("attention_in", "ssm_out")},
+    **{f"{kind}_multiplier": 1.2 for kind in ("attention_out", "ssm_in")},
+    "ssm_multipliers": [0.5, 1.3, 0.8, 1.1, 2.0],
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -114,6 +121,9 @@ FAMILIES = {
         "granitemoehybrid",
         GRANITE_4 | EXPERTS_4 | ATTENTION_4 | {"position_embedding_type": "rope"},
     ),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1-factors": ("falcon_h1", FALCON_H1 | MULTIPLIERS | {"mamba_rms_norm": False}),
+    "falcon_h1-tied": ("falcon_h1", FALCON_H1 | MULTIPLIERS | {"tie_word_embeddings": True}),
     "nemotron_h": ("nemotron_h", NEMOTRON_H | {"attention_bias": True, "mlp_bias": True}),
     "nemotron_3": ("nemotron_h", NEMOTRON_H | NEMOTRON_3),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
@@ -270,6 +280,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             NEMOTRON_H | {"layers_block_type": ["full_attention", "mlp"]},
             "and some another mixer, and here",
         ),
+        ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
         ("nemotron_h", NEMOTRON_H | {"use_bias": True}, "it has no place for mixer.in_proj.bias"),
         ("granitemoehybrid", GRANITE_4 | EXPERTS_4 | ATTENTION_4, "it computes position_embedding_type 'rope', and"),
     ],

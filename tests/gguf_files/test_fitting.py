@@ -18,7 +18,8 @@ from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.types import is_matrix
 from ckpt_prune.model.containers.opening import open_model
-from tests.gguf_files.tiny import DELTA, GRANITE, proving, save
+from tests.gguf_files.test_families import MULTIPLIERS
+from tests.gguf_files.tiny import DELTA, FALCON_H1, GRANITE, proving, save
 
 pytest.importorskip("libgguf", reason="ggml's functions are not installed: pip install libgguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -38,6 +39,7 @@ def run(*arguments: object) -> tuple[int, str]:
         ("phi3", {"intermediate_size": 100}),  # fused, and filled up
         ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 64}),
         ("granitemoe", GRANITE | {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 36}),
+        ("falcon_h1", FALCON_H1 | MULTIPLIERS),  # parts of rows have factors of their own
         ("qwen3_5_text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}),  # heads are reordered
     ],
 )
@@ -58,8 +60,13 @@ def test_weights_of_the_file_are_put_back_where_they_are_from(tmp_path, model_ty
         place.put_back(cleared, weight)
         # What the matrix makes of inputs with this Gram is as large as what the checkpoint's rows make of it.
         half = torch.randn(tensors[place.parts[0].source].shape[1], 8, dtype=torch.float64)
-        gram, rows = half @ half.T, torch.cat([tensors[part.source][part.source_rows] for part in place.parts])
-        energy = float((rows.double() @ gram * rows.double()).sum()) * place.factor**2
+        gram, rows = (
+            half @ half.T,
+            torch.cat(
+                [tensors[part.source][part.source_rows].double() * place.factor[part.rows] for part in place.parts]
+            ),
+        )
+        energy = float((rows @ gram * rows).sum())
         placed_gram = place.place_gram(gram)
         assert float((weight.double() @ placed_gram * weight.double()).sum()) == pytest.approx(energy, rel=1e-5)
     for name in {source for each in weights for source in matrices.place(each).sources}:

@@ -29,6 +29,7 @@ UNREAD = {
     "hunyuan-dynamic",
     "granite-4-experts",  # a granitemoeshared computes it
     *("gemma2-scale", "gemma3-scale"),  # the scale is in other weights, which compute the same
+    *("falcon_h1-factors", "falcon_h1-tied"),  # and so are these factors
 }
 TOKENS = torch.randint(2, 2048, (1, 48), generator=torch.Generator().manual_seed(5))
 

@@ -66,6 +66,7 @@ GRANITE_4 = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
     }
 )
+FALCON_H1 = MAMBA | {"mamba_d_head": 6, "mamba_d_ssm": 48, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
 NEMOTRON_H = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 6,
