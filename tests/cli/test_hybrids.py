@@ -138,6 +138,15 @@ def test_a_buffer_that_the_model_gives_its_blocks_is_in_those_of_remote_code(hyb
         choose_container(model, widths, set(), per_layer=True)
 
 
+def test_heads_of_state_spaces_in_several_groups_stay_whole(place: Path) -> None:
+    """Those of a group share what their states read: of eight in two groups no three may go."""
+    with quiet_transformers():
+        make_model("falcon_h1", mamba_n_groups=2).save_pretrained("hybrid")
+    said = ok("inspect", "hybrid")
+    assert "linear_heads" not in said
+    assert "mamba.out_proj: whole, no config key counts its heads, or they depend on one another" in said
+
+
 @pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
 def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
     command = ("prune", "hybrid", "--family", "hybrid.json", "-o", "out", "--recipe", "depth", *TEXT)
