@@ -297,3 +297,17 @@ def test_matrices_of_which_no_loss_is_known_keep_8_bits(tmp_path):
     assert plan.kinds["blk.1.ffn_down.weight"] == Kind.Q4_K
     assert plan.kinds["blk.0.shortconv.in_proj.weight"] == Kind.Q8_0
     assert "shortconv.in_proj q8_0" in choice.words().split("; ")
+
+
+def test_rows_that_no_type_takes_are_not_in_question(tmp_path):
+    """Four heads of 12: what reads them has 48 columns, and stays in float16."""
+    pytest.importorskip("libgguf")
+    model = open_model(str(save(tmp_path / "model", "qwen3", head_dim=12, num_hidden_layers=2)))
+    windows = TokenWindows(torch.randint(3, 2000, (2, 16), generator=torch.Generator().manual_seed(1)))
+    losses = predict_type_losses(model, windows, {}, "q8_0", **CPU).weighed
+    planner = FilePlanner(model)
+    budget = TypeBudget(planner, losses)
+    choice = budget.at_bytes(budget.least)
+    plan = planner.plan(choice.chosen, choice.others, weighted=True)
+    assert plan.bytes == choice.bytes
+    assert plan.kinds["blk.1.attn_output.weight"] == Kind.F16
