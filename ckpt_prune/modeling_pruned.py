@@ -250,6 +250,23 @@ def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
     return own
 
 
+def stock_config(config: PreTrainedConfig, blocks: Blocks) -> PreTrainedConfig:
+    """The config that the stock class is built from: that of the first block, with what blocks of the class differ in.
+
+    Gemma 4's have heads of two sizes, by which the class makes its rotary positions.
+    """
+    values = config.to_dict()
+    own: dict[str, dict[str, Any]] = values.pop("per_layer_config", None) or {}
+    if own and blocks["attention"] is None:
+        usual = type(config)(**values).to_dict().get("per_layer_config") or {}
+        keys = {key for each in usual.values() for key in each}
+        stock = {index: {key: each[key] for key in each.keys() & keys} for index, each in own.items()}
+        if any(stock.values()):
+            kept = {index: each for index, each in stock.items() if each}
+            return type(config)(**values, per_layer_config=kept)
+    return layer_config(config, 0)
+
+
 class BlockConfig:
     """The config of one block, whose attention and experts run as the model's own config says at the time."""
 
@@ -285,7 +302,7 @@ class PrunedMixin:
     def __init__(self, config: PreTrainedConfig) -> None:
         mark_config(config)
         blocks: Blocks = config.ckpt_prune_blocks
-        first = layer_config(config, 0)
+        first = stock_config(config, blocks)
         # What the stock class is built from has blocks that it accepts; they are replaced.
         attention = blocks["attention"]
         replaced = attention is not None and "heads" not in attention

@@ -93,6 +93,44 @@ DELTA_APART = DELTA_NET | {"linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in
 """Gated linear attention of Qwen3-Next, and of Qwen3.5. `orders` splits what is fused; older files have it whole."""
 
 
+PER_LAYER = {
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+PER_LAYER_OUTER = OUTER | {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+"""What gives each block of a Gemma 3n or 4 an input of its own for each token."""
+ALTUP = {
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
+ALTUP_OUTER = {"model.altup_projections": "altup_proj", "model.altup_unembed_projections": "altup_unembd_proj"}
+"""Several streams of hidden states, of which each block of a Gemma 3n computes one."""
+ROUTED_BESIDE = {
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
+"""Experts of a Gemma 4, beside the MLP of each block."""
+
+
 class StateSpaceKeys(NamedTuple):
     """Keys of config.json with the sizes of Mamba 2, by the names of GGUF keys.
 
@@ -175,6 +213,9 @@ class Architecture:
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
         bases: key of config.json with the base of rotary positions in each block, 0 where there are none.
         rotary: GGUF key → key of config.json's rope_parameters with a number, if YaRN scales positions.
+        shares: the last blocks may read keys and values that others made, and values may be the keys.
+        owners: how many blocks have their own where others read them; 0: the file says it.
+        sparse: so many of the first blocks keep the largest twentieth of their columns, for each token.
     """
 
     name: str
@@ -216,6 +257,9 @@ class Architecture:
     scalars: Mapping[str, str] = field(default_factory=dict)
     bases: str = ""
     rotary: Mapping[str, str] = field(default_factory=dict)
+    shares: bool = False
+    owners: int = 0
+    sparse: int = 0
 
     @property
     def embedding(self) -> str:
@@ -309,6 +353,7 @@ _OSS_HALVES = {
     f"mlp.experts.gate_up_proj.{kind}": (f"mlp.experts.gate_proj.{kind}", f"mlp.experts.up_proj.{kind}")
     for kind in ("weight", "bias")
 }
+_GEMMA4_HALVES = {"experts.gate_up_proj.weight": ("experts.gate_proj.weight", "experts.up_proj.weight")}
 _CHOSEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _SIGMOID = {"expert_gating_func": int(ExpertGatingFuncType.SIGMOID)}
 _SIGMOID_SUM = _SIGMOID | {"expert_weights_norm": True}
@@ -328,6 +373,9 @@ _DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     DELTA_HEADS: "linear_num_value_heads",
 }
+_SHARED_KEYS = {"attention.shared_kv_layers": "num_kv_shared_layers"}
+_PER_LAYER_WIDTH = {"embedding_length_per_layer_input": "hidden_size_per_layer_input"}
+_GEMMA4 = SANDWICH | ATTENTION | GATED | HEAD_NORMS | PER_LAYER | {"layer_scalar": "layer_output_scale.weight"}
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
 _QUERY_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 _SHARED_MLP = {name.replace("shared_experts", "shared_mlp"): tensor for name, tensor in SHARED_ALWAYS.items()}
@@ -417,6 +465,23 @@ ARCHITECTURES = (
                  {"attn_logit_softcapping": (None,)}, biases=_NONE, window="any", pattern=6, large=62,
                  values={"final_logit_softcapping": "final_logit_softcapping"},
                  absent={"final_logit_softcapping": None}),
+    Architecture("gemma3n", "gemma3n_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS | PER_LAYER | ALTUP,
+                 PER_LAYER_OUTER | ALTUP_OUTER, biases=_NONE, window="some", pattern=5, shares=True, owners=20,
+                 sparse=10, only={"hidden_activation": TANH_GELU, "final_logit_softcapping": (30.0,),
+                       "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,),
+                       "laurel_rank": (64,), "hidden_size_per_layer_input": (256,)},
+                 counts=_SHARED_KEYS | _PER_LAYER_WIDTH | {
+                     "altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"}),
+    *(Architecture("gemma4", "gemma4_text", _GEMMA4 | experts, PER_LAYER_OUTER, biases=_NONE, window="some",
+                   shares=True, differs=True, values={"final_logit_softcapping": "final_logit_softcapping"},
+                   absent={"final_logit_softcapping": None}, halves=halves, widths=widths,
+                   counts=_SHARED_KEYS | _PER_LAYER_WIDTH | counts, only={
+                       "hidden_activation": TANH_GELU, "enable_moe_block": (bool(experts),),
+                       "use_bidirectional_attention": (None, "vision")})
+      for experts, halves, counts, widths in (
+          ({}, {}, {}, {}),
+          (ROUTED_BESIDE, _GEMMA4_HALVES, _CHOSEN | {"expert_used_count": "top_k_experts"}, _WIDTH),
+      )),
     Architecture("phi3", "phi3", NORMS | {"self_attn.qkv_proj": "attn_qkv", OUTPUT: "attn_output",
                  "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_NONE,
                  constants={"attention.sliding_window": 0}, partial=True),

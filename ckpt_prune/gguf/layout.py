@@ -35,6 +35,7 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
 _ORIGINAL = "original_max_position_embeddings"
@@ -59,7 +60,7 @@ Block = Mapping[str, GgufWeight]
 class BlockShape(NamedTuple):
     """Counts of a block: no heads, or columns, where it has none; columns of each of its experts if it has `experts`.
 
-    `shared` are the columns of all its shared experts together.
+    `shared` are the columns of all its shared experts together, or of the MLP beside its experts.
     """
 
     heads: int
@@ -109,10 +110,11 @@ class GgufSource:
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
         model_type = str(checkpoint.config["model_type"])
-        stacked = [_stack_experts(block) for block in blocks]
+        stacked = [_stack(block) for block in blocks]
         candidates = _candidates(model_type, stacked)
         halves = [order for architecture in candidates[:1] for order in order_of_halves(architecture)]
-        return cls(model, outer, tuple(as_in_file(block, halves) for block in stacked), candidates)
+        split = tuple(as_in_file(block, halves) for block in stacked)
+        return cls(model, _stack(outer), split, candidates)
 
     def value(self, key: str) -> Any:
         """Return a value of config.json that all blocks share, or the default of its class."""
@@ -157,6 +159,11 @@ class GgufSource:
         """Whether queries come with a gate, in the same module."""
         return any(each.gated for each in self.candidates)
 
+    @property
+    def shares(self) -> bool:
+        """Whether blocks may lack keys, or values."""
+        return any(each.shares for each in self.candidates)
+
     @cached_property
     def is_latent(self) -> bool:
         """Whether keys and values of all heads are made of one latent vector of a token."""
@@ -170,14 +177,29 @@ class GgufSource:
         return int(self.value("head_dim") or self.value("hidden_size") // self.value("num_attention_heads"))
 
     @cached_property
+    def stated(self) -> dict[int, Mapping[str, Any]]:
+        """Block → what config.json, or its class, says of it alone."""
+        both = (self.model.config.to_dict(), self.model.checkpoint.config)
+        values = [config.get("per_layer_config") or {} for config in both]
+        return {int(name): own for each in values for name, own in each.items() if str(name).isdigit()}
+
+    @cached_property
+    def head_dims(self) -> tuple[int, ...]:
+        """Rows of q and k per head, in every block."""
+        return tuple(
+            int(self.stated.get(index, {}).get("head_dim") or self.head_dim) for index in range(len(self.blocks))
+        )
+
+    @cached_property
     def shapes(self) -> tuple[BlockShape, ...]:
         """Counts of every block, by the shapes of its tensors."""
         return tuple(self._shape(index, block) for index, block in enumerate(self.blocks))
 
     def _shape(self, index: int, block: Block) -> BlockShape:
-        down, output = self.find(block, "ffn_down", "ffn_down_exps"), self.find(block, "attn_output")
-        shared = self.find(block, "ffn_down_shexp")
-        experts = self.find(block, "ffn_down_exps") is not None, 0 if shared is None else shared.shape[1]
+        routed, dense = self.find(block, "ffn_down_exps"), self.find(block, "ffn_down")
+        down, output = routed or dense, self.find(block, "attn_output")
+        shared = self.find(block, "ffn_down_shexp") or (dense if routed else None)
+        experts = routed is not None, 0 if shared is None else shared.shape[1]
         single = any(each.single for each in self.candidates)
         needless = single or index in self.without_attention or self.is_recurrent(block)
         columns = 0 if down is None else down.shape[-1]
@@ -189,7 +211,7 @@ class GgufSource:
                 refusal("llama.cpp", str(config["model_type"]), changes_of_config(config), generates=True)
                 or f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
             )
-        dim, fused = self.head_dim, block.get(_FUSED_ATTENTION)
+        dim, fused = self.head_dims[index], block.get(_FUSED_ATTENTION)
         heads = output.shape[1] // dim
         if self.is_latent:
             kv_heads, fits = heads, True
@@ -199,8 +221,10 @@ class GgufSource:
         else:
             found = [self.find(block, each) for each in ("attn_q", "attn_k", "attn_v")]
             rows = [each.shape[0] for each in found if each is not None]
-            kv_heads = rows[1] // dim if len(rows) == 3 else 0
-            fits = rows == [(1 + self.has_gates) * heads * dim, kv_heads * dim, kv_heads * dim]
+            read = self.stated.get(index, {}).get("num_key_value_heads") or self.value("num_key_value_heads")
+            kv_heads = rows[1] // dim if len(rows) > 1 else int(read)
+            expected = [(1 + self.has_gates) * heads * dim, kv_heads * dim, kv_heads * dim]
+            fits = rows == (expected[: len(rows)] if self.shares else expected)
         if not fits:
             raise self._other_heads(index)
         return BlockShape(heads, kv_heads, columns, *experts)
@@ -212,17 +236,14 @@ class GgufSource:
 
     def check_heads(self) -> None:
         """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
-        block_configs = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
-        stated = {int(name): values for name, values in block_configs if name.isdigit()}
         for index, shape in enumerate(self.shapes):
-            values: Mapping[str, Any] = stated.get(index, {})
-            heads = values.get("num_attention_heads", self.value("num_attention_heads"))
+            heads = self.stated.get(index, {}).get("num_attention_heads", self.value("num_attention_heads"))
             if self.find(self.blocks[index], "attn_output") is not None and shape.heads != heads:
                 raise self._other_heads(index)
 
     def _other_heads(self, index: int) -> CannotMapError:
         return CannotMapError(
-            f"all heads have {self.head_dim} rows of q, k and v each, and those of block {index} have others"
+            f"all heads have {self.head_dims[index]} rows of q, k and v each, and those of block {index} have others"
         )
 
     def fill(self, shapes: Sequence[BlockShape]) -> "GgufSource":
@@ -230,11 +251,10 @@ class GgufSource:
 
         Added heads attend to all tokens alike, and no column of o_proj takes them up.
         """
-        blocks = tuple(map(self._fill_block, self.split().blocks, self.shapes, shapes, self.blocks))
-        return replace(self, blocks=blocks)
+        blocks = map(self._fill_block, self.split().blocks, self.shapes, shapes, self.blocks, self.head_dims)
+        return replace(self, blocks=tuple(blocks))
 
-    def _fill_block(self, block: Block, now: BlockShape, then: BlockShape, stored: Block) -> Block:
-        dim = self.head_dim
+    def _fill_block(self, block: Block, now: BlockShape, then: BlockShape, stored: Block, dim: int) -> Block:
         heads = (now.kv_heads, now.group, dim), (then.kv_heads, then.group, dim)
         queries = tuple((*each[:2], (1 + self.has_gates) * dim) for each in heads)
         groups = (now.kv_heads, dim), (then.kv_heads, dim)
@@ -243,8 +263,9 @@ class GgufSource:
             **({"attn_gate": (0, heads)} if now.heads else {}),
             "attn_sinks.weight": (0, tuple(each[:2] for each in heads)),
             **{"attn_q": (0, queries), "attn_k": (0, groups), "attn_v": (0, groups), "attn_output": (1, heads)},
-            **dict.fromkeys(("ffn_gate", "ffn_up"), (0, columns)),
-            **dict.fromkeys(("ffn_down", "ffn_gate_exps", "ffn_up_exps"), (1, columns)),
+            **dict.fromkeys(("ffn_gate", "ffn_up"), (0, shared if now.experts else columns)),
+            **{"ffn_down": (1, shared if now.experts else columns)},
+            **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (1, columns)),
             **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (0, shared)),
             **{"ffn_down_exps": (2, columns), "ffn_down_shexp": (1, shared)},
         }
@@ -263,8 +284,18 @@ class GgufSource:
         hidden, dim = int(self.value("hidden_size")), self.head_dim
         sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_INPUTS, (dim, hidden))
         sizes |= {f"{OUTPUT}.weight": (hidden, dim), "input_layernorm.weight": (hidden,)}
-        zeros = {name: GgufWeight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
-        return replace(self, blocks=({**zeros, **self.blocks[0]}, *self.blocks[1:]))
+        return replace(self, blocks=({**_zeros(sizes), **self.blocks[0]}, *self.blocks[1:]))
+
+    def with_unread_keys(self) -> "GgufSource":
+        """Return the same with keys and values in all blocks: zeros in those that read what others made."""
+
+        def complete(block: Block, shape: BlockShape, dim: int) -> Block:
+            rows = shape.kv_heads * dim
+            sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_INPUTS[1:], (rows, int(self.value("hidden_size"))))
+            sizes["self_attn.k_norm.weight"] = (dim,)
+            return {**_zeros(sizes), **block}
+
+        return replace(self, blocks=tuple(map(complete, self.blocks, self.shapes, self.head_dims)))
 
     def split(self) -> "GgufSource":
         """Return the same with fused projections as several tensors."""
@@ -350,6 +381,11 @@ class GgufSource:
         return self._scale({**outer, QUERY: attention, OUTPUT: residual, "mlp.down_proj": residual})
 
 
+def _zeros(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, GgufWeight]:
+    """Return tensor → zeros of its shape."""
+    return {name: GgufWeight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
+
+
 def _candidates(model_type: str, blocks: Sequence[Block]) -> tuple[Architecture, ...]:
     """Return the architectures of a family: those with experts if blocks have experts, else those without any."""
     named = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
@@ -427,6 +463,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     if architecture.name == "deci" and source.shapes[0].heads == 0:
         source = source.with_first_head()
         notes.append("block 0 has no attention, and gets one head of zeros: llama.cpp wants one in the first block")
+    if architecture.owners:
+        source = source.with_unread_keys()
     source, filled = _fill_up(source, architecture, kind)
     notes += filled
     if DELTA_HEADS in architecture.counts:
@@ -469,7 +507,7 @@ def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | No
         *words, last = (f"{size} {what}" for what, found in sizes.items() for size in found)
         alike = len({(each.heads > 0, each.experts) for each in shapes}) == len(set(source.shapes))
         why = "heads are together as wide as the model" if alike else "blocks have one shape"
-        hint = "" if alike else " (--recipe best-uniform makes blocks alike)"
+        hint = "" if alike or architecture.sparse else " (--recipe best-uniform makes blocks alike)"
         wide = f"{', '.join(words)} and {last}" if words else last
         notes.append(f"in {architecture.name} all {why}: they are filled up with zeros to {wide}{hint}")
     if kind in GGUF_ROWS and any(shape.columns % _BLOCK or shape.shared % _BLOCK for shape in shapes):
@@ -479,6 +517,11 @@ def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | No
         notes.append(
             f"columns are filled up with zeros to multiples of {_BLOCK} (prune with --{asked}, which makes widths such "
             "multiples, unless units of all blocks are ranked in one list)"
+        )
+    if shapes[: architecture.sparse] != source.shapes[: architecture.sparse]:
+        raise CannotMapError(
+            f"blocks have one shape, and its first {architecture.sparse} keep the largest of their columns, which "
+            "zeros would change"
         )
     return (source if shapes == source.shapes else source.fill(shapes)), notes
 
@@ -519,7 +562,7 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
             *((kv_heads * group, kv_heads) if differ and shape.heads else shape[:2]),
             columns[shape.experts] if shape.columns and (shape.experts or not architecture.differs) else shape.columns,
             shape.experts,
-            shared if shape.shared else 0,
+            shared if shape.shared and not architecture.shares else shape.shared,
         )
         for shape in shapes
     )
@@ -567,12 +610,34 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError("its heads are together as wide as the model, and here some are not")
     if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
         raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
+    if architecture.shares:
+        _check_sharing(source, architecture)
     if architecture.hybrid and not (attending and any(map(source.is_recurrent, source.blocks))):
         raise CannotMapError("some of its blocks have attention and some another mixer, and here all are alike")
     if architecture.state_space and (reason := reason_against(source.model.config)) is not None:
         raise CannotMapError(reason)
     if architecture.name != "deci" and source.without_attention:
         raise CannotMapError("all of its blocks have attention, and here some have none")
+
+
+def _check_sharing(source: GgufSource, architecture: Architecture) -> None:
+    """Refuse blocks that read keys and values of others than in llama.cpp."""
+    kinds, last = source.value("layer_types"), ["sliding_attention", "full_attention"]
+    shared = int(source.value("num_kv_shared_layers") or 0)
+    owners = len(kinds) - shared
+    if shared and kinds[:owners][-2:] != last:
+        raise CannotMapError(
+            "blocks without keys and values read those of the two before them, of which the first sees a window and "
+            f"the second all tokens, and here those are of {' and '.join(kinds[:owners][-2:]) or 'no block'}"
+        )
+    if architecture.owners and (owners != architecture.owners if shared else owners > architecture.owners):
+        raise CannotMapError(
+            f"{architecture.owners} of its blocks have keys and values of their own, and here {owners} have"
+        )
+    if architecture.sparse:
+        expected = [0.95 * (index < architecture.sparse) for index in range(len(kinds))]
+        if source.value("activation_sparsity_pattern") != expected:
+            raise CannotMapError(f"its first {architecture.sparse} blocks keep 5 % of their columns, and no others do")
 
 
 def _check_experts(source: GgufSource, architecture: Architecture) -> None:
@@ -629,8 +694,12 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     if architecture.window and not all(full := _sees_all(source)):
         values["attention.sliding_window"] = int(source.value("sliding_window"))
-        if full != _lasts(architecture, len(full)):
+        if architecture.pattern is None or full != _lasts(architecture, len(full)):
             values["attention.sliding_window_pattern"] = [not each for each in full]
+    if architecture.shares and architecture.differs:
+        dims = dict(zip(source.value("layer_types"), source.head_dims, strict=True))
+        for key, kind in (("", "full_attention"), ("_swa", "sliding_attention")):
+            values |= dict.fromkeys((f"attention.key_length{key}", f"attention.value_length{key}"), dims[kind])
     return values | dict(architecture.constants)
 
 
@@ -646,7 +715,7 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
         "attention.head_count_kv": kv_heads or int(source.value("num_key_value_heads")),
     }
     if architecture.differs:
-        values["feed_forward_length"] = [shape.columns for shape in shapes]
+        values["feed_forward_length"] = [shape.shared if shape.experts else shape.columns for shape in shapes]
         # Of a hybrid's other blocks the number says nothing, and 0 would be taken for the size of a head.
         values["attention.head_count"] = [shape.heads or (heads if architecture.hybrid else 0) for shape in shapes]
     if architecture.differs or architecture.hybrid == "kv_heads":
@@ -717,7 +786,16 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
     share = _number({key: parameters.get(key) or source.value(key) or 1}, key)
     rotated = source.count("qk_rope_head_dim") if architecture.latent else int(source.head_dim * share)
     values |= {"rope.dimension_count": rotated, "rope.freq_base": _number(parameters, "rope_theta")}
-    if architecture.differs and rotated != source.head_dim:
+    kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
+    if kind == "proportional" and architecture.shares:
+        # All rows of full attention count, and most do not turn; other blocks have heads of another size.
+        rotated = source.head_dims[source.value("layer_types").index("full_attention")]
+        turning = int(share * rotated // 2)
+        table = torch.full((rotated // 2,), 1e30)
+        table[:turning] = float(parameters.get("factor", 1.0))
+        tables["rope_freqs"] = table
+        values |= {"rope.dimension_count": rotated, "rope.dimension_count_swa": source.head_dim}
+    elif architecture.differs and rotated != source.head_dim:
         raise CannotMapError(f"it rotates whole heads, and here {rotated} of {source.head_dim} rows are rotated")
     window = source.value("sliding_window") if source.value("use_sliding_window") is not False else None
     if window and not architecture.window:
@@ -731,7 +809,6 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         values["attention.rope_pattern"] = [bool(base) for base in bases]
     if architecture.sections:
         values["rope.dimension_sections"] = [len(range(part, rotated // 2, 3)) for part in range(3)] + [0]
-    kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
     if kind != "yarn" and (named := sorted(set(architecture.rotary.values()) & parameters.keys())):
         raise CannotMapError(f"it takes {named[0]} together with YaRN alone, and config.json has {kind}")
     if kind == "linear":
@@ -763,7 +840,7 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         tables |= {f"rope_factors_{name}": torch.tensor(parameters[f"{name}_factor"]) for name in ("long", "short")}
     elif kind == "dynamic" and architecture.name.startswith("hunyuan") and parameters.get("alpha"):
         values["rope.freq_base"] *= _number(parameters, "alpha") ** (rotated / (rotated - 2))
-    elif kind != "default":
+    elif kind != "default" and not tables:
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
     tensors = {f"{name}.weight": GgufWeight(tuple(table.shape), table.float) for name, table in tables.items()}
     return values, tensors, context
@@ -815,7 +892,10 @@ def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
 
 
 def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[str, GgufWeight]]:
+    tokens = torch.arange(source.outer[f"{architecture.embedding}.weight"].shape[0])
     for name, weight in source.outer.items():
+        if name == _TOKENS_PER_LAYER and weight.shape[0] != len(tokens):
+            weight = weight.take(0, tokens.where(tokens < weight.shape[0], 0))  # those without a row have the first
         yield _map_name(architecture, architecture.outer, name), weight.plus(architecture.added_to(name))
     scaled, factor = _query_factor(source, architecture)
     for index, (block, shape) in enumerate(zip(source.blocks, source.shapes, strict=True)):
@@ -869,8 +949,8 @@ def _as_stored(tensor: str, weight: GgufWeight) -> GgufWeight:
     return weight
 
 
-def _stack_experts(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
-    """Return the tensors of a block with those of all its experts as one, (experts, …), named without a number."""
+def _stack(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
+    """Return tensors with those of all experts of a block as one, (experts, …), named without a number."""
     stacked: dict[str, GgufWeight] = {}
     experts: dict[str, dict[int, GgufWeight]] = {}
     for name, weight in block.items():

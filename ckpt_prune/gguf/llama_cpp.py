@@ -149,6 +149,7 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     params.n_gpu_layers = 0
     params.warmup = params.fit_params = params.ui = False
     params.verbosity = 1
+    params.swa_full = True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
     # As PyTorch: a cache in float32, and attention in the plain order.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

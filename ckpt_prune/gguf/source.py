@@ -179,7 +179,7 @@ def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.values.get("general.architecture")
-    known = (*ARCHITECTURES, *DIFFERENT)
+    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if not each.shares]
     candidates = [each for each in known if each.name == name]
     if not candidates:
         convertible = ", ".join(sorted({each.name for each in known}))

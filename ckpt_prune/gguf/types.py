@@ -22,6 +22,8 @@ OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
 _FLOAT32 = ("_norm.", ".ffn_gate_inp", ".ssm_conv1d.", ".shortconv.conv.")
 """Parts of names of what llama.cpp keeps in float32."""
+_SMALL = ("altup_", ".laurel_", "per_layer_model_proj.")
+"""Parts of names of matrices that llama.cpp does not round: they are floats, of 16 bits where others have fewer."""
 NO_OTHERS = OtherTypes()
 
 
@@ -97,7 +99,8 @@ def kinds_of(
     block = 1
     for name, weight in layout.tensors.items():
         if not is_matrix(name, weight):
-            kinds[name] = Kind.F32
+            is_small = len(weight.shape) > 1 and any(each in name for each in _SMALL)
+            kinds[name] = Kind[{"f32": "F32", "bf16": "BF16"}.get(chosen, "F16")] if is_small else Kind.F32
             continue
         chosen_kind = kind = asked_kinds.get(name) or _choose_kind(layout, name, chosen, weighted=weighted)
         for other in (FALLBACKS.get(chosen_kind, chosen_kind), Kind.F16):
@@ -121,7 +124,7 @@ def kinds_of(
 
 def is_matrix(name: str, weight: GgufWeight) -> bool:
     """Return whether a tensor of a file may have few bits: no vector, no norm or convolution, and no router."""
-    return len(weight.shape) > 1 and name.endswith(".weight") and not any(each in name for each in _FLOAT32)
+    return len(weight.shape) > 1 and name.endswith(".weight") and not any(each in name for each in (*_FLOAT32, *_SMALL))
 
 
 def _asked_kinds(layout: Layout, others: OtherTypes) -> dict[str, Kind]:
@@ -211,7 +214,7 @@ def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool)
         divides = layout.tensors[name].shape[-1] % gguf.GGML_QUANT_SIZES[mixture.base][0] == 0
         return mixture.head if divides else Kind.Q8_0
     if not name.startswith("blk."):
-        return (mixture.embedding if name in OUTER else None) or mixture.base
+        return (mixture.embedding if name.endswith("token_embd.weight") else None) or mixture.base
     _, number, matrix = name.removesuffix(".weight").split(".", 2)
     heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
     shared = heads / kv_heads if kv_heads else 0  # llama.cpp asks the first block, which may have no attention

@@ -64,9 +64,10 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
             flops += 2 * tokens**2 * (model.dimension("query_heads") * model.dimension("logits") + mixed[1][1])
             cache += keys[1][0] * keys[0].itemsize
             continue
-        queries, keys, values = (
-            _whole(shapes, model.tensor(block, each)) for each in (attention.query, attention.key, attention.value)
-        )
+        queries, keys = (_whole(shapes, model.tensor(block, each)) for each in (attention.query, attention.key))
+        value = model.tensor(block, attention.value)
+        has_values = value in shapes or factor_names(value)[0] in shapes  # blocks may take keys for them
+        values = _whole(shapes, value) if has_values else keys
         columns = _whole(shapes, model.tensor(block, attention.output))[1][1]
         fused = attention.query == attention.value
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.

@@ -86,7 +86,7 @@ _LLAMA_CPP = (
     *("granitemoeshared", "granitemoehybrid", "nemotron_h", "falcon_h1"),
     *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "mellum", "hy_v3", "cohere2_moe"),
     *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo", "deepseek_v2", "deepseek_v3", "youtu"),
-    "glm4_moe_lite",
+    *("glm4_moe_lite", "gemma3n_text", "gemma4_text"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (
@@ -167,9 +167,9 @@ RUNTIMES: dict[str, Runtime] = {
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
         changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
         families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True, rows=GGUF_ROWS,
-        note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite, phi3 and nemotron_h, and in "
-        "qwen3 with a tied head. In other families the file fills all blocks up with zeros to the widest, which saves "
-        "less.",
+        note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite, phi3, nemotron_h and "
+        "gemma4_text, and in qwen3 with a tied head. In other families the file fills all blocks up with zeros to the "
+        "widest, which saves less.",
     ),
     "vllm": Runtime(
         "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits", "attention"},

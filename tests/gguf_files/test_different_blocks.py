@@ -1,4 +1,4 @@
-"""Outputs whose blocks differ run in llama.cpp: as deci or openelm, or filled up with zeros as their own family."""
+"""Outputs whose blocks differ run in llama.cpp: as deci, openelm or gemma4, or filled up with zeros as their own."""
 
 import pytest
 
@@ -11,6 +11,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from tests.gguf_files.tiny import (
     DELTA,
     FALCON_H1,
+    GEMMA4,
     GRANITE,
     GRANITE_4,
     HYBRID,
@@ -34,6 +35,7 @@ FORMS = {
     "qwen3-untied": ("qwen3", {"head_dim": 16}, "qwen3"),
     "gemma3_text": ("gemma3_text", WINDOWED, "gemma3"),
     "afmoe": ("afmoe", MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}, "afmoe"),
+    "gemma4_text": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}, "gemma4"),
     "lfm2": ("lfm2", HYBRID | {"block_auto_adjust_ff_dim": False}, "lfm2"),
     "qwen3_5_text": ("qwen3_5_text", DELTA, "qwen35"),
     "granitemoehybrid": ("granitemoehybrid", GRANITE_4, "granitehybrid"),
@@ -66,11 +68,15 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
             "spaces: {heads: {score: magnitude}}}"
         )
         out = prune_unevenly(folder, recipe=str(tmp_path / "heads.yaml"))
+    elif model_type == "gemma4_text":  # its heads cannot be pruned
+        out = prune_unevenly(
+            folder, *BARE[1:], "widths=per_layer", "allocation=across-layers", "container=remote", recipe="corp-mlp"
+        )
     else:
         out = prune_unevenly(folder, *(() if model_type in HAS_BIASES else BARE))
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="f32")
     assert exported.architecture == architecture
-    alike = architecture not in ("deci", "openelm", "nemotron_h")
+    alike = architecture not in ("deci", "openelm", "nemotron_h", "gemma4")
     assert alike == any("filled up with zeros to" in note for note in exported.notes)
     assert alike == any(note.startswith("zeros take ") for note in exported.notes)
     assert exported.passed, exported.proof

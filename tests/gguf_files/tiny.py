@@ -28,6 +28,14 @@ SIZES = {
 }
 WINDOWED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True}
 """Gemma's own settings."""
+GEMMA4 = WINDOWED | {
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 2048,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "final_logit_softcapping": 30.0,
+}
+"""Gemma 4's: heads of two sizes, and an input of its own for every block."""
 LONGROPE = {
     "sliding_window": None,
     "rope_parameters": {
@@ -95,6 +103,8 @@ def save(folder: Path, model_type: str, **changes: Any) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):  # of routers
                 buffer.normal_(std=0.3)
+            if name.endswith("layer_scalar"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     shutil.copy(DEMO / "tokenizer.json", folder)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}

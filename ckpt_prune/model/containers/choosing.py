@@ -493,7 +493,15 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
             overrides[str(index)] = changed
     if ranks:
         added[RANKS_KEY] = _ranks(candidate, ranks[0])
-    return added | (candidate.config_if_blocks_differ | {"per_layer_config": overrides} if overrides else {})
+    if not overrides:
+        return added
+    # What a class itself says of single blocks stays, such as Gemma 4's heads.
+    stated = values.get("per_layer_config") or model.config.to_dict().get("per_layer_config") or {}
+    for index, own in stated.items():
+        kept = {key: value for key, value in own.items() if key not in (*first, RANKS_KEY)}
+        if kept or str(index) in overrides:
+            overrides[str(index)] = kept | overrides.get(str(index), {})
+    return added | candidate.config_if_blocks_differ | {"per_layer_config": overrides}
 
 
 def _relabel(candidate: Family, model: Model) -> dict[str, Any]:

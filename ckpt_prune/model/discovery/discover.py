@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -230,10 +231,12 @@ def _settle(draft: Draft, twin: Twin) -> Family:
         try:
             check_description(family, twin.config)
         except UserError as error:
-            reason = str(error)
+            reason, fixed = str(error), _FIXED
             named = reason.removeprefix("spaces.").partition(":")[0].split(".")[0]
             if reason.startswith("spaces: "):  # of a module that a space lies on
-                module = reason.split()[1].removesuffix(".weight")
+                lacking = re.search(r"\((\S+)\); its blocks have", reason)
+                module = lacking[1] if lacking else reason.split()[1].removesuffix(".weight")
+                fixed = f"some of its blocks have no {module}" if lacking else _FIXED
                 spaces = draft.description["spaces"].items()
                 named = next((name for name, own in spaces if module in modules_of([own])), "")
             if reason.startswith("attention.") and not draft.description["attention"].get("latent"):
@@ -247,7 +250,7 @@ def _settle(draft: Draft, twin: Twin) -> Family:
             if named not in draft.description["spaces"]:
                 raise
             of_twin = f"shapes of a small random model of its class contradict it: {reason}"
-            drop_space(draft, named, _FIXED if named in ("heads", "queries") else of_twin)
+            drop_space(draft, named, fixed if named in ("heads", "queries") else of_twin)
             continue
         return family
     raise UserError("no space of it agrees with its shapes: " + "; ".join(f"{n}: {w}" for n, w in draft.whole.items()))
