@@ -132,6 +132,7 @@ class Blocks(TypedDict):
         widths: config key of an inner width that the stock class does not read, or not as it stands → where it lies.
         rotary: of blocks that may lack rotary pairs, where their attention is and what it does.
         values: of blocks whose values may be narrower under the stock class's attention, or one without some pairs.
+        outside: config keys of widths that blocks may override, and that modules outside the blocks have, too.
     """
 
     layers: str
@@ -139,6 +140,7 @@ class Blocks(TypedDict):
     widths: dict[str, WidthPaths]
     rotary: NotRequired[tuple[AttentionPaths, RotaryFacts]]
     values: NotRequired[ValuePaths]
+    outside: NotRequired[list[str]]
 
 
 class Absent(TypedDict):
@@ -253,7 +255,8 @@ def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
 def stock_config(config: PreTrainedConfig, blocks: Blocks) -> PreTrainedConfig:
     """The config that the stock class is built from: that of the first block, with what blocks of the class differ in.
 
-    Gemma 4's have heads of two sizes, by which the class makes its rotary positions.
+    Gemma 4's have heads of two sizes, by which the class makes its rotary positions. Widths that modules outside the
+    blocks have, too, are those of all.
     """
     values = config.to_dict()
     own: dict[str, dict[str, Any]] = values.pop("per_layer_config", None) or {}
@@ -264,7 +267,10 @@ def stock_config(config: PreTrainedConfig, blocks: Blocks) -> PreTrainedConfig:
         if any(stock.values()):
             kept = {index: each for index, each in stock.items() if each}
             return type(config)(**values, per_layer_config=kept)
-    return layer_config(config, 0)
+    first = layer_config(config, 0)
+    for key in blocks.get("outside", []):
+        setattr(first, key, vars(config)[key])
+    return first
 
 
 class BlockConfig:

@@ -340,6 +340,7 @@ DEFAULTS = {
     "values": {"score": "principal", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "mlp": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "dense": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
+    "pooling": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "experts": {"score": "routed-energy"},
     "shared": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
 }

@@ -8,7 +8,7 @@ each. One more model, of half of everything, measures the error of that.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -167,8 +167,8 @@ def _measure_table(
 ) -> LatencyTable:
     blocks = _count_timed_blocks(model)
     few = max(1, blocks // 2)
-    names = list(dict.fromkeys(map(recipe_space, spaces)))
-    alike = {name: [space for space in spaces if recipe_space(space) == name] for name in names}
+    names = list(dict.fromkeys(map(model.counted_as, spaces)))
+    alike = {name: [space for space in spaces if model.counted_as(space) == name] for name in names}
     widths = {space: max(model.unit_counts(space)) for space in spaces}
     halves = {name: {space: max(1, widths[space] // 2) for space in members} for name, members in alike.items()}
     everything = {space: kept for counts in halves.values() for space, kept in counts.items()}
@@ -184,6 +184,7 @@ def _measure_table(
         for (name, members), time in zip(alike.items(), others[: len(alike)], strict=True)
     }
     units = _bound_units(units, block, {name: widths[members[0]] for name, members in alike.items()})
+    units = dict.fromkeys(map(recipe_space, spaces), 0.0) | units  # one key states several: their time is the first's
     stream = None
     width = kept = model.dimension("hidden")
     if half is not None:
@@ -192,7 +193,7 @@ def _measure_table(
         narrow = _split_rest_and_block(all_blocks, few_blocks, blocks, few)
         stream = _time_stream(width, width - kept, (rest, block), narrow)
     table = LatencyTable(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
-    foretold = table.latencies.narrow(kept).at(model.dense_widths, [everything] * few)
+    foretold = table.latencies.narrow(kept).at(model.dense_widths, _where_they_are(model, few, everything))
     return table.model_copy(update={"told": float(foretold)})
 
 
@@ -233,12 +234,17 @@ def _count_timed_blocks(model: Model) -> int:
     return max(min(2, model.blocks), min(model.blocks, fit))
 
 
+def _where_they_are(model: Model, blocks: int, kept: Mapping[SpaceName, int]) -> list[dict[SpaceName, int]]:
+    """Return the units of each of so many blocks, of the spaces that it has."""
+    return [{name: units for name, units in kept.items() if name in model.spaces(block)} for block in range(blocks)]
+
+
 def build_variant(model: Model, variant: Variant, half: HalfStream | None = None) -> nn.Module:
     """Return a model of a variant's shape with random weights, float32 on the CPU."""
     short = shorten_model(model, range(variant.blocks))
     if variant.narrow and half is not None:
         short = half.of(short)
-    widths = [variant.kept] * variant.blocks
+    widths = _where_they_are(short, variant.blocks, variant.kept)
     try:
         container = choose_container(short, widths, short.biased, requested=ANY)
     except UserError:

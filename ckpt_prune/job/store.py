@@ -69,11 +69,9 @@ class BlockStore:
         """Write the tensors outside the blocks: embeddings, the final norm, heads."""
         if self.writer is None or REST in self.writer.done:
             return
-        blocks = tuple(view.model.family.block.format(block=block) for block in range(view.model.blocks))
         for tensors in self.layout.values():
-            for name in tensors:
-                if not name.startswith(blocks):
-                    self.writer.write(name, view.read([name])[name])
+            for name in view.model.outside(tensors):
+                self.writer.write(name, view.read([name])[name])
         self.writer.commit(REST)
 
     def write_outside(self, source: Checkpoint) -> None:
@@ -85,8 +83,7 @@ class BlockStore:
         self.writer.commit(OUTSIDE)
 
     def names(self, model: Model, block: int) -> list[str]:
-        prefix = model.family.block.format(block=block)
-        return [name for tensors in self.layout.values() for name in tensors if name.startswith(prefix)]
+        return [name for tensors in self.layout.values() for name in model.inside(block, tensors)]
 
 
 def _entry(block: int) -> str:

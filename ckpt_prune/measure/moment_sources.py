@@ -106,13 +106,12 @@ class SequentialMoments:
         self.stream, self._gram, self._true_sequential = stream, gram, true_sequential
 
     def group_keys(self, keys: list[Key]) -> list[list[Key]]:
-        """Return a group for each key, experts together, if true-sequential; else one group."""
-        if not self._true_sequential:
-            return [keys]
+        """Return a group for each key, experts together, if true-sequential; else one, and what stands behind it."""
         groups: dict[str, list[Key]] = {}
         for key in keys:
-            groups.setdefault(self.stream.factory.name_without_expert(key), []).append(key)
-        return list(groups.values())
+            apart = self._true_sequential or key in self.stream.factory.family.pooling
+            groups.setdefault(self.stream.factory.name_without_expert(key) if apart else "", []).append(key)
+        return list(groups.values()) or [[]]
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Measure the moments of the block behind the pruned blocks."""

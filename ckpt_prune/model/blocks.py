@@ -135,6 +135,8 @@ def block_facts(family: Family, dimension: Dimension) -> "Blocks":
         blocks["rotary"] = where, facts
     if any(space.kind == "values" for space in family.spaces.values()) and not family.logits:
         blocks["values"] = ValuePaths(value=where["value"], output=where["output"])
+    if outside := [key for space in family.pooling.values() for key in space.config]:
+        blocks["outside"] = outside
     return blocks
 
 

@@ -83,12 +83,14 @@ class Part(StrictModel):
 class Composite(StrictModel):
     """A model made of others: its stock class, the Auto class that loads it, and its parts.
 
-    `refused` has the parts that cannot be pruned, each with the reason.
+    `classes` are heads on one of its parts, with their Auto classes and that part. `refused` has the parts that cannot
+    be pruned, each with the reason.
     """
 
     model_type: str
     architecture: str
     auto: str
+    classes: dict[str, tuple[str, PartName]] = Field(default_factory=dict)
     parts: dict[PartName, Part] = Field(default_factory=dict)
     refused: dict[PartName, str] = Field(default_factory=dict)
 
@@ -151,14 +153,24 @@ def has_stacks(config: Mapping[str, Any]) -> bool:
     return is_encoder_decoder(config) or (is_composite(config) and count_stages(config) > 0)
 
 
+def is_head_on_part(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a composite's class that has one of its parts, and a head on that."""
+    return is_composite(config) and load_composite(config).architecture in load_composite(config).classes
+
+
 def load_composite(config: Mapping[str, Any]) -> Composite:
     """Return the description of the composite that a config.json is of, shipped or found; UserError if there is none.
 
-    A shipped description is chosen by `model_type` alone.
+    A shipped description is chosen by `model_type`. A config that names a head on one of its parts has that part alone.
     """
     model_type = config.get("model_type")
     if model_type in known_composites():
-        return shipped_composite(str(model_type))
+        composite, named = shipped_composite(str(model_type)), next(iter(config.get("architectures") or []), "")
+        if named not in composite.classes:
+            return composite
+        auto, part = composite.classes[named]
+        alone = {"architecture": named, "auto": auto, "parts": {part: composite.part(part)}, "refused": {}}
+        return composite.model_copy(update=alone)
     return _found_composite(json.dumps(config))
 
 

@@ -10,7 +10,7 @@ import transformers
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.descriptions import known_families
-from ckpt_prune.model.family import QUOTIENTS, Family
+from ckpt_prune.model.family import KINDS, QUOTIENTS, Family
 from ckpt_prune.model.nested_keys import read_key, with_keys
 from ckpt_prune.model.skeleton import (
     Names,
@@ -73,7 +73,10 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
 
 
 def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes of every block's tensors by their names inside it, each expert's weights apart."""
+    """Shapes of every block's tensors by their names inside it, each expert's weights apart.
+
+    What pools the tokens is a site of the last block.
+    """
     of_blocks: list[dict[str, tuple[int, ...]]] = []
     for block in range(blocks):
         prefix = family.block.format(block=block)
@@ -83,6 +86,9 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
             turned = family.experts is not None and family.experts.transposed and part.endswith(".weight")
             inside |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
         of_blocks.append(inside)
+    for module in (module for space in family.pooling.values() for module in space.modules):
+        tensors = ((f"{module}.{kind}", shapes.get(family.tensor(0, module, kind))) for kind in KINDS)
+        of_blocks[-1] |= {name: shape for name, shape in tensors if shape is not None}
     return of_blocks
 
 
@@ -207,7 +213,8 @@ def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> No
 def _sizes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Linear module or table of a block → shape of its weight, (outputs, inputs)."""
     sizes = {}
-    for module in [*family.linears, *(space.measured for space in family.expert_spaces.values())]:
+    routers = [space.measured for space in family.expert_spaces.values()]
+    for module in [*family.linears, *routers, *(m for space in family.pooling.values() for m in space.modules)]:
         shape = shapes[f"{module}.weight"]
         sizes[module] = shape[::-1] if module in family.transposed else shape
     tables = [table.module for space in family.spaces.values() for table in space.tables]

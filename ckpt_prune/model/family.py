@@ -16,11 +16,13 @@ from ckpt_prune.model.nested_keys import read_key
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, loading_class, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
+    OUTSIDE,
     AnySpace,
     ConsumerSpace,
     ExpertSpace,
     Kind,
     LogitSpace,
+    PoolingSpace,
     RotarySpace,
     Space,
     SpaceName,
@@ -295,6 +297,11 @@ class Family(StrictModel):
         return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
 
     @property
+    def pooling(self) -> dict[SpaceName, PoolingSpace]:
+        """The spaces of what pools tokens behind the last block, of which this is a site."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, PoolingSpace)}
+
+    @property
     def expert_spaces(self) -> dict[SpaceName, ExpertSpace]:
         return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}
 
@@ -353,7 +360,10 @@ class Family(StrictModel):
 
     def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
         """Return the on-disk name of a block's tensor."""
-        return f"{self.block.format(block=block)}{module}{'' if kind == 'itself' else f'.{kind}'}"
+        end = "" if kind == "itself" else f".{kind}"
+        if module.startswith(OUTSIDE):
+            return f"{self.on_disk(module.removeprefix(OUTSIDE))}{end}"
+        return f"{self.block.format(block=block)}{module}{end}"
 
     @property
     def blocks_prefix(self) -> str:

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -123,6 +123,8 @@ class Model:
         """The spaces of every block."""
         before, after = (re.escape(part) for part in self.family.block.split("{block}"))
         of_block, modules_of = re.compile(rf"{before}(\d+){after}(.+)"), defaultdict[int, set[str]](set)
+        pooling = self._pooling_modules
+        modules_of[self.blocks - 1] |= {each for each in pooling if self.tensor(0, each) in self.checkpoint.tensors}
         named = {module for space in self.family.spaces.values() for module in space.modules}
         for name in self.checkpoint.tensors:
             match = of_block.fullmatch(name)
@@ -226,8 +228,9 @@ class Model:
 
     def consumer_columns(self, space: SpaceName, units: Tensor) -> Tensor:
         """Return the columns of a space's consumer that some units of a site lie on, int64, in the dense model."""
-        described = self.family.columns[space]
-        return described.columns.lines(units, described.site_units(self.dimension), self.dimension)
+        described: Any = self.family.spaces[space]
+        lines: Tensor = described.columns.lines(units, described.site_units(self.dimension), self.dimension)
+        return lines
 
     def config_values(self, widths: BlockWidths) -> dict[str, Any]:
         """Return the config keys and values that state how many units of each space there are.
@@ -360,16 +363,31 @@ class Model:
 
     def block_names(self, block: int) -> list[str]:
         """Return the on-disk names of a block's tensors."""
-        prefix = self.family.block.format(block=block)
-        return [name for name in self.checkpoint.tensors if name.startswith(prefix)]
+        return self.inside(block, self.checkpoint.tensors)
+
+    def inside(self, block: int, names: Iterable[str]) -> list[str]:
+        """Return those of some on-disk names that are of a block."""
+        prefixes = self._prefixes(block)
+        return [name for name in names if name.startswith(prefixes)]
 
     def read_block(self, block: int) -> dict[str, Tensor]:
         return self.checkpoint.read(self.block_names(block))
 
-    def outside(self) -> list[str]:
-        """Return the on-disk names of tensors outside the blocks: embeddings, norms, heads."""
-        prefixes = tuple(self.family.block.format(block=block) for block in range(self.blocks))
-        return [name for name in self.checkpoint.tensors if not name.startswith(prefixes)]
+    def outside(self, names: Iterable[str] | None = None) -> list[str]:
+        """Return those of some on-disk names, by default all, that are of no block: embeddings, norms, heads."""
+        prefixes = tuple(prefix for block in range(self.blocks) for prefix in self._prefixes(block))
+        names = self.checkpoint.tensors if names is None else names
+        return [name for name in names if not name.startswith(prefixes)]
+
+    def _prefixes(self, block: int) -> tuple[str, ...]:
+        """Return what the on-disk names of a block's tensors begin with; what pools behind the last one is its own."""
+        behind = self._pooling_modules if block == self.blocks - 1 else ()
+        return self.family.block.format(block=block), *(self.tensor(block, module, "itself") + "." for module in behind)
+
+    @cached_property
+    def _pooling_modules(self) -> frozenset[str]:
+        """Linear modules outside the blocks that some space lies on."""
+        return frozenset(module for space in self.family.pooling.values() for module in space.modules)
 
     @property
     def shapes(self) -> dict[str, TensorSpec]:
@@ -546,15 +564,17 @@ class Model:
     def consumer_widths(self) -> dict[str, Width]:
         """Consumer's on-disk weight, with `{block}` for the block → its width."""
         widths: dict[str, Width] = {}
-        for name, space in self.family.consumers.items():
+        pooling = self.family.pooling
+        for name, space in {**self.family.consumers, **pooling}.items():
             counts = {block: self.units(name, block) * self.unit_columns(name) for block in self.blocks_with(name)}
             if self.has_remote_code:
                 names = {block: self.tensor(block, space.consumer) for block in counts}
                 counts = {block: self.checkpoint.tensors[each].shape[1] for block, each in names.items()}
             columns: Width = [counts.get(block, 0) for block in range(self.blocks)]
-            if len(set(counts.values())) == 1:
+            if len(set(counts.values())) == 1 and name not in pooling:
                 columns = max(counts.values())
-            widths[f"{self.family.block}{space.consumer}.weight"] = columns
+            weight = f"{self.family.block}{space.consumer}.weight"
+            widths[self.tensor(0, space.consumer) if name in pooling else weight] = columns
         return widths
 
     @property

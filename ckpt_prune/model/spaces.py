@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KnownSpace = Literal[
-    "qk", "rotary", "queries", "heads", "values", "cross_heads", "linear_heads", "mlp", "dense", "shared", "experts"
+    "qk",
+    "rotary",
+    "queries",
+    "heads",
+    "values",
+    "cross_heads",
+    "linear_heads",
+    "mlp",
+    "dense",
+    "shared",
+    "experts",
+    "pooling",
 ]
 """Spaces that recipes name."""
 SPACES: tuple[str, ...] = get_args(KnownSpace)
@@ -65,9 +76,12 @@ class Site(NamedTuple):
     space: SpaceName
 
 
-KindOfSpace = Literal["columns", "logits", "rotary", "values", "experts"]
+KindOfSpace = Literal["columns", "logits", "rotary", "values", "experts", "pooling"]
 """Where the units of a space end: columns of a linear module; attention logits; logits of queries and keys that are
-rotated by position (RoPE); columns under the values of KV heads, in a basis of their own; or whole experts."""
+rotated by position (RoPE); columns under the values of KV heads, in a basis of their own; whole experts; or columns of
+a linear module behind the last block, in a head that pools tokens."""
+OUTSIDE = "/"
+"""Before the path of a module that is not in a block but in the model."""
 Pairing = Literal["halves", "neighbours"]
 """How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -93,9 +107,15 @@ KIND_OF_SPACE: dict[str, KindOfSpace] = {
     "dense": "columns",
     "shared": "columns",
     "experts": "experts",
+    "pooling": "pooling",
 }
 """The kind of each space is the same in every family, so that recipes are checked without a model."""
-ALIKE: dict[SpaceName, SpaceName] = {"dense": "mlp", "cross_heads": "heads", "linear_heads": "heads"}
+ALIKE: dict[SpaceName, SpaceName] = {
+    "dense": "mlp",
+    "pooling": "mlp",
+    "cross_heads": "heads",
+    "linear_heads": "heads",
+}
 """Spaces that a recipe prunes as it does others, unless it says something of them."""
 BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
 """Spaces with copies side by side (`Space.for_each`) that keep equally many units, in every family that has them."""
@@ -245,21 +265,10 @@ class Space(StrictModel):
         return (starts[:, None] + torch.arange(count)).flatten()
 
 
-class ConsumerSpace(Space):
-    """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
-
-    A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
-    Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made, or
-    that too.
-    """
+class ColumnEnd(Space):
+    """A space that ends in the columns of one linear module, the consumer, which compensation rewrites."""
 
     columns: Incidence
-    part_of: SpaceName | None = None
-    elsewhere: list[str] = []
-    scale: str | None = None
-    multiplier: str | None = None
-    gate: str | None = None
-    norm: str | None = None
 
     @property
     def consumer(self) -> str:
@@ -279,6 +288,31 @@ class ConsumerSpace(Space):
 
     def list_rewritten(self, method: str) -> list[str]:
         return [self.consumer]
+
+
+class PoolingSpace(ColumnEnd):
+    """The columns of the MLP in a head that pools the tokens, behind the last block: a site of that block.
+
+    Its modules are `OUTSIDE` the blocks. What its consumer makes is not added to the residual stream.
+    """
+
+    kind: Literal["pooling"]
+
+
+class ConsumerSpace(ColumnEnd):
+    """A space whose consumer is in a block, and adds to the residual stream.
+
+    A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
+    Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made, or
+    that too.
+    """
+
+    part_of: SpaceName | None = None
+    elsewhere: list[str] = []
+    scale: str | None = None
+    multiplier: str | None = None
+    gate: str | None = None
+    norm: str | None = None
 
 
 class ColumnSpace(ConsumerSpace):
@@ -344,7 +378,9 @@ class ExpertSpace(ReaderSpace):
         return []
 
 
-AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="kind")]
+AnySpace = Annotated[
+    ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace | PoolingSpace, Field(discriminator="kind")
+]
 
 
 def spaces_among(spaces: Mapping[SpaceName, AnySpace], modules: Set[str]) -> dict[SpaceName, AnySpace]:

@@ -456,7 +456,8 @@ class Recipe(Strict):
 
         Spaces that the family lacks stay, unless they are optional, as those of an encoder-decoder or of stages are by
         default: few of their classes can have fewer heads. With least-error, a space of ratio 0 is left out.
-        Spaces that share one width (`Family.together`) all go if one of them does. If a norm follows a consumer, target
+        Spaces that share one width (`Family.together`) all go if one of them does, but for those that stay whole where
+        blocks may differ. If a norm follows a consumer, target
         drift becomes sequential: what the stream lacks, divided by gains near zero, would become outputs so large that
         the norm takes it from all others (compensation/README.md, section 4). So it does where blocks carry several
         streams, of which no output is all that they lack.
@@ -478,14 +479,15 @@ class Recipe(Strict):
         pruned = {name: settings for name, settings in self.spaces.items() if settings.ratio != 0}
         if self.allocation == "least-error" and pruned and len(pruned) < len(self.spaces):
             return self._with_spaces(pruned).at(family)
-        # An mlp in place of experts has their settings, and heads of linear attention those of heads, by default. They
-        # stay whole where blocks may differ and the model has room for one width of them.
+        # An mlp in place of experts has their settings, and heads of linear attention those of heads, by default. What
+        # pools tokens has those of the mlp. They stay whole where blocks may differ and a model has room for one width.
         may_differ = self.widths != "uniform" or self.ranks_blocks
+        uniform = {recipe_space(name) for name, space in family.spaces.items() if space.uniform}
         added = {
             other: self.spaces[named]
             for other, named in ALIKE.items()
             if named in self.spaces and other in prunable - self.spaces.keys()
-            if not (may_differ and family.spaces[other].uniform)
+            if not (may_differ and other in uniform)
         }
         if added:
             spaces: dict[SpaceName, SpaceRecipe] = {}
@@ -494,6 +496,7 @@ class Recipe(Strict):
             return self._with_spaces(spaces).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]
+        alike = [name for name in alike if not (may_differ and name in uniform)]
         shared = next((self.spaces[name] for name in alike if name in self.spaces), None)
         if shared is not None and not set(alike) <= {recipe_space(name) for name in self.spaces}:
             missing = {name: shared for name in alike if name not in self.spaces}

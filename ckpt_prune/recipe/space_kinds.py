@@ -136,6 +136,7 @@ KINDS: dict[KindOfSpace, SpaceKind] = {
         stock=False,
         candidates=tuple(VALUE_SCORES),
     ),
+    "pooling": _COLUMNS,
 }
 """The facts about spaces of each kind."""
 _BESIDE = replace(

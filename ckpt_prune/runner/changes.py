@@ -56,7 +56,7 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
         if new == "dense":
             return "statistics are of the dense model alone; give --text or --images for the other"
         return "a norm follows the layers that are fitted to the drift, and would enlarge their corrections"
-    if old is None and space in ALIKE:
+    if old is None and space in ALIKE and not model.share_width_key(space, ALIKE[space]):
         return f"it is pruned as {ALIKE[space]} is; --set spaces.{space}.ratio=0 leaves it whole"
     if old is None:
         return f"{model.family.model_type} has one width for it and another space of the recipe"

@@ -28,7 +28,9 @@ def with_latencies(job: Job, say: Notices) -> Job:
 
     def measure() -> Any:
         workload = choose_timed_workload(job.model.checkpoint.path, size.timed, trust=job.trust)
-        return load_or_measure_table(job.model, list(job.recipe.spaces), workload, job.device, half)
+        return load_or_measure_table(
+            job.model, list(job.recipe.at(job.model.family).spaces), workload, job.device, half
+        )
 
     table = process_group().once(measure)
     say(table.line)

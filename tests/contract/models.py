@@ -127,7 +127,8 @@ class Case:
     def _spaces_of(self, family: Family, block: int) -> list[str]:
         is_dense = f"{family.layers}.{block}.mlp.gate_proj.weight" in self._names
         absent = ("mlp", "shared", "experts") if is_dense else ("dense",)
-        return [name for name in family.spaces if family.experts is None or recipe_space(name) not in absent]
+        absent = absent if family.experts is not None else () if block == self.blocks - 1 else ("pooling",)
+        return [name for name in family.spaces if recipe_space(name) not in absent]
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -208,6 +209,7 @@ class Case:
             "mlp": 0.25,
             "dense": 0.25,
             "shared": 0.25,
+            "pooling": 0.25,
             "qk": 0.5,
             "rotary": 0.5,
             "values": 0.5,

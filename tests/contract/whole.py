@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import ConsumerSpace, expert_of, recipe_space
+from ckpt_prune.model.spaces import OUTSIDE, ConsumerSpace, expert_of, recipe_space
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores, values
 
@@ -112,6 +112,8 @@ class Whole:
 
     def path(self, block: int, module: str) -> str:
         """Return the path of a linear module of the family, the first where it is several."""
+        if module.startswith(OUTSIDE):
+            return module.removeprefix(OUTSIDE)
         return f"{self.family.layers}.{block}.{self._paths[module][0]}"
 
     def dimension(self, name: str) -> int:
@@ -122,9 +124,10 @@ class Whole:
         spaces = [name for name in self.family.spaces if recipe_space(name) in methods]
         of_blocks = [[(n, name) for name in spaces if name in self.case.spaces_of(n)] for n in range(self.case.blocks)]
         sites = [site for own in of_blocks for site in own]
+        behind = [site for site in sites if site[1] in self.family.pooling]
         stages = {
             "dense": [sites],
-            "by block": of_blocks,
+            "by block": [*([site for site in own if site not in behind] for own in of_blocks), behind],
             "by site": [[site] for site in sites],
         }
         for stage in stages[target]:
@@ -132,13 +135,14 @@ class Whole:
             for block, space in stage:
                 described = self.family.spaces[space]
                 paths = [self.path(block, module) for module in described.solved_from]
-                (inputs if described.kind in ("columns", "values") else results).extend(paths)
+                (results if described.kind in ("logits", "rotary") else inputs).extend(paths)
             states = record_states(self.model, data, inputs=inputs, results=results)
             with torch.no_grad():
                 for block, space in stage:
                     ends = self.family.spaces[space].kind
                     prune = {
                         "columns": self._columns,
+                        "pooling": self._columns,
                         "logits": self._logits,
                         "rotary": self._rotary,
                         "values": self._values,

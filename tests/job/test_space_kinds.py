@@ -32,7 +32,7 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
     for settings in SETTINGS[ends]:
         score, traits = kind.scores[settings.score], kind.methods[settings.method]
         assert kind.needs_moments(settings) == (score.needs_moments or settings.method != "none")
-        if ends in ("columns", "values"):
+        if ends in ("columns", "values", "pooling"):
             assert (kind.gram_for(settings) is not None) == (
                 score.needs_gram or traits.needs_gram or settings.target == "drift" or settings.by_error
             )

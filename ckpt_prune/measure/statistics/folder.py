@@ -260,7 +260,8 @@ class Statistics:
             linears = index.linears if "linears" in index.collect else {}
             for weight, widths in (index.consumers | linears).items():
                 width = widths if isinstance(widths, int) else widths[block]
-                add(weight, partial(_read_inputs, file, width, grams))
+                if width:
+                    add(weight, partial(_read_inputs, file, width, grams))
             for router, experts in index.routers.items():
                 add(router, partial(_read_routing, file, experts))
             if "logits" in index.collect:

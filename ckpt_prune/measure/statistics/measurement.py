@@ -76,10 +76,11 @@ def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: i
     def of_inputs(width: int) -> int:
         return folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
 
-    for (space, definition), width in zip(family.consumers.items(), model.consumer_widths.values(), strict=True):
+    ends = {**family.consumers, **family.pooling}
+    for (space, definition), width in zip(ends.items(), model.consumer_widths.values(), strict=True):
         blocks = model.blocks_with(space)
         needed += sum(map(of_inputs, [width] * len(blocks) if isinstance(width, int) else width))
-        if "fisher" in collect and blocks:
+        if "fisher" in collect and blocks and space not in family.pooling:
             outputs = model.tensors[model.tensor(blocks[0], definition.consumer)][1][0]
             needed += len(blocks) * 2 * outputs * (outputs + 1)
         if "taylor" in collect:
@@ -198,7 +199,7 @@ def measure_into(
 
     for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
         keys = model.spaces(block).keys() | model.inputs(block).keys()
-        lacking += [model.moments_name(block, key) for key in gram if key not in keys]
+        lacking += [model.moments_name(block, key) for key in gram if key not in {*keys, *model.family.pooling}]
         if _entry(block) in done:
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
@@ -245,7 +246,7 @@ def measure_into(
 
 def _what_to_observe(family: Family, collect: Sequence[Collect]) -> dict[str, bool]:
     """Return the spaces and linear modules of a block whose moments are measured, and whether with the Gram."""
-    gram: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
+    gram: dict[str, bool] = dict.fromkeys([*family.consumers, *family.pooling], "gram" in collect)
     gram |= dict.fromkeys(family.expert_spaces, False)
     if "logits" in collect:
         gram |= dict.fromkeys(family.logits, "centred" in collect)

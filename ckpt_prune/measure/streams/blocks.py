@@ -81,6 +81,7 @@ class BlockFactory:
         config = modeling_pruned.layer_config(self.config, index) if uneven else copy.copy(self.config)
         model = self.model.with_config(config)
         widths = model.widths_of(index, tensors)
+        widths = {space: units for space, units in widths.items() if space not in self.family.pooling}
         layer_config = model.with_widths(widths).config
         module: nn.Module
         with on_meta_device():

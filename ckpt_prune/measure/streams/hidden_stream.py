@@ -234,6 +234,11 @@ class HiddenStream:
         of its input. `gram` says what to observe, and whether with the Gram (queries and keys: with that of centred
         keys). If `advance`, the block's output becomes the next block's input.
         """
+        pooling = self.factory.family.pooling
+        if behind := {key: with_gram for key, with_gram in gram.items() if key in pooling}:
+            others = {key: with_gram for key, with_gram in gram.items() if key not in pooling}
+            known = self.observe(index, tensors, others, advance=advance) if others or advance else {}
+            return known | self._observe_pooling(index, None if advance else tensors, behind)
         block = self.factory.build_block(index, tensors)
         experts = self.factory.find_experts(block)
         # Whether an expert has seen too few tokens is known once all have passed, and it is then shown others.
@@ -281,6 +286,20 @@ class HiddenStream:
                     if advance:
                         leaving = self.put(leaving, rows, output)
         self.states = leaving
+        return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
+
+    def _observe_pooling(
+        self, index: int, tensors: Mapping[str, Tensor] | None, gram: Mapping[Key, bool]
+    ) -> dict[Key, SpaceMoments]:
+        """Measure what pools tokens behind the last block, which is built of `tensors`; None if it has run."""
+        block = None if tensors is None else self.factory.build_block(index, tensors)
+        readout = self.readout()
+        observers = {key: self.watch(readout.model, index, key, with_gram) for key, with_gram in gram.items()}
+        for fold, rows in self.batches:
+            for observer in observers.values():
+                observer.fold = fold
+            states = self.states[rows]
+            readout.outputs(self.samples.batch(rows), states if block is None else self.run(block, index, states, rows))
         return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
 
     def learn_structure(self, block: nn.Module, index: int, tensors: Mapping[str, Tensor]) -> Structure:
@@ -361,7 +380,7 @@ class HiddenStream:
         return complete
 
     def watch(self, block: nn.Module, index: int, key: str, gram: bool) -> Observer:
-        """Watch a space or linear module of a block from now on, as in `observe`."""
+        """Watch a space or linear module of a block, or of a readout's model, from now on, as in `observe`."""
         samples = [run.stop - run.start for run in split_folds(self._count, self.folds)]
         space = self.factory.family.spaces.get(key)
         if space is None:

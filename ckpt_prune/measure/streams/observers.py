@@ -183,6 +183,7 @@ OBSERVERS: dict[KindOfSpace, Callable[..., Observer]] = {
     "rotary": _watch_pairs,
     "experts": _watch_router,
     "values": _watch_columns,
+    "pooling": _watch_columns,
 }
 """End of a space → what watches it from now on. Called with the factory, the block, its index, the space, whether with
 a Gram (of logits: with one of centred keys), and the samples of each fold."""

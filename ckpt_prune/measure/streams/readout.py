@@ -169,6 +169,12 @@ class Readout:
             return entering, [self._with_classes(output) for output in self._outputs(batch, entering)]
 
     @property
+    def model(self) -> nn.Module:
+        """The model that runs, of which all that is outside the blocks may be watched."""
+        model: nn.Module = self._model
+        return model
+
+    @property
     def head(self) -> nn.Linear | None:
         """The linear module that makes the logits, if there is one."""
         linear = self._model.get_output_embeddings() if self.logits else None

@@ -58,8 +58,11 @@ class _Output:
 
     @property
     def first(self) -> dict[SpaceName, int]:
-        """The units of every space in the first block that has it."""
-        return {space: kept for widths in reversed(self.widths) for space, kept in widths.items()}
+        """The units of every space in the first block that has it, and last of what pools tokens, pruned or whole."""
+        first = {space: kept for widths in reversed(self.widths) for space, kept in widths.items()}
+        last, pooling = self.model.blocks - 1, self.model.family.pooling
+        others = {space: kept for space, kept in first.items() if space not in pooling}
+        return others | {space: first.get(space, self.model.units(space, last)) for space in pooling}
 
     @property
     def pruned(self) -> list[SpaceName]:
@@ -94,10 +97,12 @@ def choose_container(
     own_code &= model.checkpoint.within is None  # a part has none
     output = _Output(model, widths, biases, ranks)
     for block, block_widths in enumerate(widths):
-        _check_block(model, block, block_widths, biases)
+        _check_block(model, block, block_widths, biases, per_layer=per_layer)
     _check_uniform(model, widths)
     first = output.first
     uneven = any(kept != first[space] for each in widths for space, kept in each.items())
+    # The config says how wide what pools tokens is, and of blocks that differ from it by themselves.
+    uneven |= any(first[space] != first.get(model.counted_as(space), first[space]) for space in family.pooling)
     if uneven and not per_layer:
         raise UserError(
             "blocks would differ in width, which no stock model can load: say widths: per_layer in the recipe "
@@ -214,9 +219,11 @@ def remote_note(model_type: str, why: str) -> str:
 # ---- checks of widths --------------------------------------------------------------------------------------------
 
 
-def _check_block(model: Model, block: int, widths: Mapping[SpaceName, int], biases: Set[str]) -> None:
+def _check_block(
+    model: Model, block: int, widths: Mapping[SpaceName, int], biases: Set[str], *, per_layer: bool
+) -> None:
     """Refuse widths of a block that no class at all can have."""
-    _check_shared_keys(model, block, widths)
+    _check_shared_keys(model, block, widths, apart=model.family.pooling.keys() if per_layer else frozenset())
     family = model.family
     for name, first in first_expert_spaces(widths).items():
         if len({count for space, count in widths.items() if recipe_space(space) == name}) > 1:
@@ -258,13 +265,16 @@ def _check_uniform(model: Model, widths: Widths) -> None:
             )
 
 
-def _check_shared_keys(model: Model, block: int, units: Mapping[SpaceName, int]) -> None:
-    """Refuse spaces of different widths that one config key states together (experts and shared ones)."""
+def _check_shared_keys(model: Model, block: int, units: Mapping[SpaceName, int], *, apart: Set[SpaceName]) -> None:
+    """Refuse spaces of different widths that one config key states together (experts and shared ones).
+
+    Those `apart` may have another: blocks state theirs by themselves.
+    """
     family = model.family
     by_key: dict[str, dict[SpaceName, int]] = {}
     for name, first in first_expert_spaces(model.spaces(block)).items():
         space = family.spaces[first]
-        for key in space.config if space.units in family.together else ():
+        for key in space.config if space.units in family.together and first not in apart else ():
             by_key.setdefault(key, {})[name] = units.get(first, model.units(first, block))
     for key, counts in by_key.items():
         if len(set(counts.values())) > 1:
@@ -486,7 +496,8 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
         first |= added
     overrides = {}
     for index, units in enumerate(widths):
-        changed: dict[str, Any] = {k: v for k, v in model.config_values(units).items() if v != first[k]}
+        of_block = {space: kept for space, kept in units.items() if space not in model.family.pooling}
+        changed: dict[str, Any] = {k: v for k, v in model.config_values(of_block).items() if v != first[k]}
         if ranks and ranks[index] != ranks[0]:
             changed[RANKS_KEY] = _ranks(candidate, ranks[index])
         if changed:

@@ -8,7 +8,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import say_once
-from ckpt_prune.model.composites import composite_names, extract_part, has_stacks
+from ckpt_prune.model.composites import composite_names, extract_part, has_stacks, is_head_on_part
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, has_description, read_description
@@ -29,7 +29,8 @@ class Opening:
         part: of a composite.
         packed: read weights of few bits that `quantize` wrote, in place of refusing them.
         goes_on: another part is pruned next, in the same call.
-        whole: open a model with several stacks of blocks as a whole, without a description: nothing is pruned.
+        whole: open a model with several stacks of blocks, or a head on a part of one that is made of several, as a
+            whole, without a description: nothing is pruned.
         by_class: False where the description of a family will do in place of its class (`Checkpoint.by_class`).
     """
 
@@ -61,7 +62,8 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
         checkpoint = replace(checkpoint, config=config)
-    if how.whole and (checkpoint.config.get("is_encoder_decoder") is True or has_stacks(checkpoint.config)):
+    config = checkpoint.config
+    if how.whole and (config.get("is_encoder_decoder") is True or has_stacks(config) or is_head_on_part(config)):
         return checkpoint
     if how.part is None:
         checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))

@@ -18,13 +18,15 @@ def not_by_blocks(report: Report) -> str | None:
 def rewritten(checkpoint: Checkpoint, report: Report) -> set[str]:
     """Return the tensors that were trained: those of linear modules, or all of the blocks if norms were, too.
 
-    Beside them are tables that have lost units.
+    Beside them are tables, and what pools tokens, that have lost units.
     """
     if report.recovery is None and report.adapters is None:
         return set()
     checkpoint, family = match_checkpoint(checkpoint)
     blocks = range(family.dimension(parse_config(checkpoint.config), "layers"))
-    trained = {family.tensor(block, module, kind) for block in blocks for module in family.linears for kind in KINDS}
+    pooling = [module for space in family.pooling.values() for module in space.modules] if report.sites else []
+    linears = [*family.linears, *pooling]
+    trained = {family.tensor(block, module, kind) for block in blocks for module in linears for kind in KINDS}
     tables = [table.module for space in family.spaces.values() for table in space.tables] if report.sites else []
     trained |= {family.tensor(block, table, "itself") for block in blocks for table in tables}
     prefixes = tuple(family.block.format(block=block) for block in blocks) if _trains_norms(report) else ()

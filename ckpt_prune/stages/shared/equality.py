@@ -40,8 +40,7 @@ def find_difference(
 
 def check_outside_blocks(checkpoint: Checkpoint, model: Model) -> tuple[bool, str]:
     """Check that both have the same tensors outside the blocks."""
-    prefixes = tuple(model.family.block.format(block=block) for block in range(model.blocks))
-    names, dense_names = [name for name in checkpoint.tensors if not name.startswith(prefixes)], model.outside()
+    names, dense_names = model.outside(checkpoint.tensors), model.outside()
     if strange := set(names) ^ set(dense_names):
         return False, f"{min(strange)} is outside the blocks of one of the two models alone"
     if difference := find_difference(checkpoint, model.checkpoint, dense_names):

@@ -14,6 +14,13 @@ def calibration_tokens(prepared: Prepared) -> int:
     return 0 if prepared.live is None else len(prepared.live.samples) * prepared.live.samples.tokens
 
 
+def sample_tokens(prepared: Prepared) -> int:
+    """Return how many tokens one of its samples has."""
+    if prepared.statistics is not None:
+        return prepared.statistics.index.window
+    return 0 if prepared.live is None else prepared.live.samples.tokens
+
+
 def widest_linear(prepared: Prepared) -> int:
     """Return the most inputs of a linear module in the blocks."""
     model = prepared.model

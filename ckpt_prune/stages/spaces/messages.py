@@ -21,7 +21,7 @@ from ckpt_prune.recipe.space_recipe import SpaceRecipe
 from ckpt_prune.scoring.selection import units_kept
 from ckpt_prune.show.section import format_span
 from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
-from ckpt_prune.stages.shared.tokens import calibration_tokens
+from ckpt_prune.stages.shared.tokens import calibration_tokens, sample_tokens
 from ckpt_prune.stages.spaces.ratio_gaps import gap
 from ckpt_prune.stages.spaces.size_search import Sized, asked_size_of, dense_size, output_size
 
@@ -97,10 +97,14 @@ def widest_fit(prepared: Prepared) -> int:
 
 
 def _inputs(prepared: Prepared) -> dict[SpaceName, int]:
-    """Return the most inputs of a fit at the sites of each space that loses units."""
+    """Return the most inputs of a fit at the sites of each space that loses units, for as many tokens as it sees.
+
+    What pools the tokens sees one of a sample: it counts like a fit of as many times the inputs that sees all.
+    """
     model, recipe = prepared.model, prepared.recipe
+    seen = dict.fromkeys(model.family.pooling, sample_tokens(prepared))
     return {
-        space: max(prepared.counts(space)) * model.copies(space) * model.unit_columns(space)
+        space: max(prepared.counts(space)) * model.copies(space) * model.unit_columns(space) * seen.get(space, 1)
         for space in recipe.spaces
         if recipe.gram_for(space) is not None and is_pruned(model, space, prepared.widths)
     }

@@ -12,6 +12,7 @@ from ckpt_prune.stages.spaces.solvers.base import Solver
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 from ckpt_prune.stages.spaces.solvers.experts import ExpertSolver
 from ckpt_prune.stages.spaces.solvers.logits import LogitSolver
+from ckpt_prune.stages.spaces.solvers.pooling import PoolingSolver
 from ckpt_prune.stages.spaces.solvers.rotary import RotarySolver
 from ckpt_prune.stages.spaces.solvers.values import ValueSolver
 
@@ -21,6 +22,7 @@ SOLVERS: dict[KindOfSpace, type[Solver]] = {
     "rotary": RotarySolver,
     "experts": ExpertSolver,
     "values": ValueSolver,
+    "pooling": PoolingSolver,
 }
 
 
