@@ -203,12 +203,14 @@ class Architecture:
         unrotated: there are no rotary positions.
         switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
         gated: queries come with a gate, head by head in one module.
-        sections: the file says which rotary pairs are for time, height and width, which in a text are all the same.
+        sections: the file says which rotary pairs are for time, height and width, which in a text are all the same: by
+            turns, where llama.cpp rotates none that config.json leaves over, or as it is "stated" there.
         leading: key of config.json that says how many blocks have no experts, if the first have none, or which
             ("mlp_layer_types").
         dense_width: key of config.json that says how many columns blocks without experts have.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
+        wholes: types of models that also see, of which it computes the part that generates text.
         latent: keys and values of all heads are made of one latent vector of a token (MLA).
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
         bases: key of config.json with the base of rotary positions in each block, 0 where there are none.
@@ -248,11 +250,12 @@ class Architecture:
     unrotated: bool = False
     switch: str = ""
     gated: bool = False
-    sections: bool = False
+    sections: Literal["", "turns", "stated"] = ""
     leading: str = ""
     dense_width: str = "intermediate_size"
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
+    wholes: tuple[str, ...] = ()
     latent: bool = False
     scalars: Mapping[str, str] = field(default_factory=dict)
     bases: str = ""
@@ -554,10 +557,10 @@ ARCHITECTURES = (
                  norm_offset=1, only=_SILU | _EXPERTS_ALONE | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _DELTA,
                  widths=_WIDTHS, partial=True, hybrid="interval", gated=True),
     Architecture("qwen35", "qwen3_5_text", DELTA_APART | ATTENTION | HEAD_NORMS | GATED, biases=_NONE, norm_offset=1,
-                 only=_SILU, counts=_DELTA, partial=True, hybrid="interval", gated=True, sections=True),
+                 only=_SILU, counts=_DELTA, partial=True, hybrid="interval", gated=True, sections="turns"),
     Architecture("qwen35moe", "qwen3_5_moe_text", DELTA_APART | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
                  norm_offset=1, only=_SILU, counts=_CHOSEN | _DELTA, widths=_WIDTHS, partial=True,
-                 hybrid="interval", gated=True, sections=True),
+                 hybrid="interval", gated=True, sections="turns"),
     Architecture("ernie4_5-moe", "ernie4_5_moe", LLAMA | EXPERTS | SHARED_ALWAYS | {
                  "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | {
                  "moe_layer_interval": (1,)}, biases=_NONE, leading="moe_layer_start_index", counts={
@@ -641,6 +644,10 @@ ARCHITECTURES = (
     Architecture("deepseek2", "youtu", NORMS | LATENT | GATED, biases=_NONE, latent=True, leading=_LEADING,
                  only=_SILU | _INTERLEAVED, constants={"expert_shared_count": 0},
                  widths=dict.fromkeys(_WIDTH, "")),
+    Architecture("qwen2vl", "qwen2", only=_SILU | {"use_sliding_window": (False,)}, biases=_INPUTS, sections="stated",
+                 whole="heads", wholes=("qwen2_vl", "qwen2_5_vl")),
+    Architecture("qwen3vl", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
+                 sections="turns", wholes=("qwen3_vl",)),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

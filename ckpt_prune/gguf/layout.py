@@ -111,7 +111,8 @@ class GgufSource:
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
         model_type = str(checkpoint.config["model_type"])
         stacked = [_stack(block) for block in blocks]
-        candidates = _candidates(model_type, stacked)
+        within = checkpoint.within
+        candidates = _candidates(model_type, stacked, "" if within is None else within.whole.config.get("model_type"))
         halves = [order for architecture in candidates[:1] for order in order_of_halves(architecture)]
         split = tuple(as_in_file(block, halves) for block in stacked)
         return cls(model, _stack(outer), split, candidates)
@@ -386,12 +387,17 @@ def _zeros(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, GgufWeight]:
     return {name: GgufWeight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
 
 
-def _candidates(model_type: str, blocks: Sequence[Block]) -> tuple[Architecture, ...]:
-    """Return the architectures of a family: those with experts if blocks have experts, else those without any."""
+def _candidates(model_type: str, blocks: Sequence[Block], whole: Any) -> tuple[Architecture, ...]:
+    """Return the architectures of a family: those with experts if blocks have experts, else those without any.
+
+    Parts of some models that also see have one that takes images, too.
+    """
     named = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
+    if seeing := tuple(each for each in named if whole in each.wholes):
+        return seeing
     modules = {_module(name) for block in blocks for name in block}
     experts = any(each.block.get(module, "").endswith("_exps") for each in named for module in modules)
-    return tuple(each for each in named if each.experts == experts) or named
+    return tuple(each for each in named if each.experts == experts and not each.wholes) or named
 
 
 def _module(name: str) -> str:
@@ -685,6 +691,9 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     }
     if architecture.latent:
         values |= _latents(source)
+    if source.model.checkpoint.within is not None and architecture.wholes:
+        images = source.model.checkpoint.within.whole.config.get("vision_config") or {}
+        values["n_deepstack_layers"] = len(images.get("deepstack_visual_indexes") or ())
     start, blocks = source.model.family.layers, range(len(source.blocks))
     values |= {
         key: [float(_read(source.model, f"{start}.{block}.{name}")) for block in blocks]
@@ -808,7 +817,7 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
             raise CannotMapError(f"blocks with rotary positions have one base, and here {sorted(set(bases))}")
         values["attention.rope_pattern"] = [bool(base) for base in bases]
     if architecture.sections:
-        values["rope.dimension_sections"] = [len(range(part, rotated // 2, 3)) for part in range(3)] + [0]
+        values["rope.dimension_sections"] = _sections(source, architecture, rotated // 2)
     if kind != "yarn" and (named := sorted(set(architecture.rotary.values()) & parameters.keys())):
         raise CannotMapError(f"it takes {named[0]} together with YaRN alone, and config.json has {kind}")
     if kind == "linear":
@@ -844,6 +853,17 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
     tensors = {f"{name}.weight": GgufWeight(tuple(table.shape), table.float) for name, table in tables.items()}
     return values, tensors, context
+
+
+def _sections(source: GgufSource, architecture: Architecture, pairs: int) -> list[int]:
+    """Return how many rotary pairs are for time, height and width of an image, and a 0."""
+    within, stated = source.model.checkpoint.within, None
+    if within is not None and architecture.sections == "stated":
+        config = within.whole.config.get(within.key) or within.whole.config
+        stated = ((config.get("rope_parameters") or config.get("rope_scaling")) or {}).get("mrope_section")
+        if not isinstance(stated, list) or len(stated) != 3 or any(type(each) is not int for each in stated):
+            raise CannotMapError(f"config.json says of which rotary pairs images are, and here {str(stated)[:40]}")
+    return [*(stated or [len(range(part, pairs, 3)) for part in range(3)]), 0]
 
 
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> Any:

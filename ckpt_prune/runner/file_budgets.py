@@ -104,9 +104,11 @@ class FileBudgets(PruningBudgets[TypeBudget]):
     @property
     def _are_alike(self) -> bool:
         """Whether the MLPs of all blocks keep as many columns."""
-        tied = "output.weight" not in lay_out(self.model).tensors
-        model_type = str(self.model.checkpoint.config["model_type"])
-        return bool(expert_widths(self.model)) or not takes_different_blocks(model_type, tied=tied)
+        layout = lay_out(self.model)
+        tied, model_type = "output.weight" not in layout.tensors, str(self.model.checkpoint.config["model_type"])
+        return bool(expert_widths(self.model) or layout.architecture.wholes) or not takes_different_blocks(
+            model_type, tied=tied
+        )
 
     def _plan(self, kept: Sequence[int]) -> FilePlanner:
         """Return the planner of files with some of the tokens."""

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
@@ -369,6 +370,29 @@ def test_of_a_model_that_also_sees_the_part_that_generates_text_is_written(tmp_p
     code, output = run("quantize", folder, "--format", "gguf", "--type", "q8_0", *data, "-o", tmp_path / "q.gguf")
     assert code == 0, output
     assert "matrices are rounded by what reaches them" in output
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "pairs"),
+    every(2, [("qwen3_vl", "qwen3vl", [2, 1, 1, 0]), ("qwen2_5_vl", "qwen2vl", [1, 1, 2, 0])]),
+)
+def test_parts_of_models_whose_positions_are_of_images_too_keep_them(model_type, architecture, pairs, tmp_path):
+    """In files of Qwen3-VL pairs are counted so that llama.cpp rotates them all, in others as config.json says."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0, 1]} if model_type == "qwen3_vl" else {}
+    text = SIZES | {"rope_parameters": rope, "head_dim": 8}
+    parts = {"text_config": text, "vision_config": vision | {"patch_size": 4}, "tie_word_embeddings": False}
+    folder = save(tmp_path / "model", model_type, AutoModelForImageTextToText, **parts)
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.architecture == architecture
+    assert exported.proof.kl < 1e-6
+    values = open_gguf(tmp_path / "m.gguf").values
+    assert values[f"{architecture}.rope.dimension_sections"] == pairs
+    assert values[f"{architecture}.n_deepstack_layers"] == len(vision.get("deepstack_visual_indexes", ()))
+    ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", proof=False)
+    read = json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
+    assert model_type.startswith(read)
 
 
 def test_all_architectures_are_run():

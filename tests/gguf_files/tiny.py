@@ -89,11 +89,11 @@ ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_exper
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
 
 
-def save(folder: Path, model_type: str, **changes: Any) -> Path:
+def save(folder: Path, model_type: str, auto: Any = AutoModelForCausalLM, **changes: Any) -> Path:
     """A random model of a family, its norms and biases random too."""
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
