@@ -317,8 +317,6 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             "and some another mixer, and here",
         ),
         ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
-        ("nemotron_h", NEMOTRON_H | {"use_bias": True}, "it has no place for mixer.in_proj.bias"),
-        ("granitemoehybrid", GRANITE_4 | EXPERTS_4 | ATTENTION_4, "it computes position_embedding_type 'rope', and"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says, tmp_path):
