@@ -648,6 +648,20 @@ ARCHITECTURES = (
                  whole="heads", wholes=("qwen2_vl", "qwen2_5_vl")),
     Architecture("qwen3vl", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  sections="turns", wholes=("qwen3_vl",)),
+    Architecture("phi2", "phi", {"input_layernorm": "attn_norm", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"} |
+                 ATTENTION | {"self_attn.dense": "attn_output"}, {"model.embed_tokens": "token_embd",
+                 "model.final_layernorm": "output_norm", "lm_head": "output"}, partial=True, whole="heads",
+                 only=_UNTIED | {"hidden_act": TANH_GELU, "qk_layernorm": (False,)}, epsilon="layer_norm_epsilon"),
+    Architecture("chatglm", "glm", NORMS | ATTENTION | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+                 only=_SILU, biases=_INPUTS, partial=True, whole="heads"),
+    Architecture("granite_swa", "granitemoe_swa", NORMS | ATTENTION | {"self_attn.sinks": "attn_sinks.weight",
+                 "block_sparse_moe.router": "ffn_gate_inp", "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
+                 "block_sparse_moe.experts.up_proj": "ffn_up_exps",
+                 "block_sparse_moe.experts.down_proj": "ffn_down_exps"}, neighbours=True, biases=_NONE, table=True,
+                 only=_SILU | {"shared_intermediate_size": (0,)}, absent=_GRANITE_ABSENT, values=_GRANITE,
+                 window="some", bases="layer_rope_theta", counts=_CHOSEN | {"expert_count": "num_local_experts"},
+                 halves={"block_sparse_moe.experts.gate_up_proj.weight": (
+                 "block_sparse_moe.experts.gate_proj.weight", "block_sparse_moe.experts.up_proj.weight")}),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

@@ -555,6 +555,8 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
     if differ and (wrong := next((each for each in attending if each.heads != each.group * each.kv_heads), None)):
         raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")
     if differ and wanted is not None:
+        if kv_heads * group > wanted:
+            raise CannotMapError("its heads are together as wide as the model, and here they are wider")
         if wanted % group or wanted * source.head_dim != int(source.value("hidden_size")):
             raise CannotMapError(f"its heads are together as wide as the model, and groups of {group} are not")
         kv_heads = max(kv_heads, wanted // group)

@@ -52,7 +52,7 @@ _YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3", "mellum", "d
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",
-    **dict.fromkeys(("stablelm", "cohere2_moe", "jais2"), "layer_norm_eps"),
+    **dict.fromkeys(("stablelm", "cohere2_moe", "jais2", "phi"), "layer_norm_eps"),
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
     "nemotron_h": "layer_norm_epsilon",
 }
@@ -452,7 +452,7 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
     """Flags of the classes whose biases are optional."""
     biases = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
     model_type = config["model_type"]
-    if model_type in ("llama", "granite"):
+    if model_type in ("llama", "granite", "granite_swa"):
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
     elif model_type == "falcon_h1":
         config |= {"mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors, "mamba_norm_before_gate": False}
@@ -463,6 +463,8 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
         config |= {"attention_bias": "attn_q" in biases} | ({} if "layer_types" in config else whole)
     elif model_type == "seed_oss":
         config |= {"attention_bias": "attn_q" in biases, "attention_out_bias": False, "mlp_bias": False}
+    elif model_type in ("glm", "glm4"):
+        config["attention_bias"] = "attn_q" in biases
     elif model_type == "glm4_moe":
         config |= {"attention_bias": "attn_q" in biases, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
     elif model_type in ("starcoder2", "stablelm"):

@@ -213,6 +213,9 @@ FAMILIES = {
     "deepseek_v3": ("deepseek_v3", ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN | MSCALE}),
     "glm4_moe_lite": ("glm4_moe_lite", ROUTED | LATENT),
     "youtu": ("youtu", LATENT | {"tie_word_embeddings": True}),
+    "phi": ("phi", {"rope_parameters": HALF}),
+    "glm": ("glm", {"head_dim": 8, "rope_parameters": HALF}),
+    "granitemoe_swa": ("granitemoe_swa", MIXTURE | GRANITE | {"num_local_experts": 5, "sliding_window": 20}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -228,7 +231,7 @@ def test_a_file_computes_what_pytorch_does(name, tmp_path):
     assert (tmp_path / "m.gguf").stat().st_size == exported.bytes
     exact = "truncate" in changes.get("rope_parameters", {})
     assert any("rounds the bounds of YaRN" in note for note in exported.notes) == exact
-    assert (exported.proof.allowed == 1e-3) == (exact or "gemma" in name or name == "starcoder2")
+    assert (exported.proof.allowed == 1e-3) == (exact or "gemma" in name or name in ("starcoder2", "phi"))
 
 
 @pytest.mark.parametrize(("model_type", "blocks"), [("gemma2", 46), ("gemma3_text", 62)])
@@ -272,6 +275,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             ROUTED | LATENT | {"num_hidden_layers": 26},
             "models of 26 blocks have queries without a latent",
         ),
+        ("glm", {"head_dim": 16}, "its heads are together as wide as the model, and here they are wider"),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4] * 3}, "blocks with rotary positions have one base, and here"),
         (
             "ministral3",
