@@ -473,6 +473,7 @@ ARCHITECTURES = (
                  sparse=10, only={"hidden_activation": TANH_GELU, "final_logit_softcapping": (30.0,),
                        "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,),
                        "laurel_rank": (64,), "hidden_size_per_layer_input": (256,)},
+                 values={"final_logit_softcapping": "final_logit_softcapping"},
                  counts=_SHARED_KEYS | _PER_LAYER_WIDTH | {
                      "altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"}),
     *(Architecture("gemma4", "gemma4_text", _GEMMA4 | experts, PER_LAYER_OUTER, biases=_NONE, window="some",

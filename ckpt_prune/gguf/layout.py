@@ -798,11 +798,11 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
     rotated = source.count("qk_rope_head_dim") if architecture.latent else int(source.head_dim * share)
     values |= {"rope.dimension_count": rotated, "rope.freq_base": _number(parameters, "rope_theta")}
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
-    if kind == "proportional" and architecture.shares:
+    if architecture.shares and architecture.differs and kind in ("default", "proportional"):
         # All rows of full attention count, and most do not turn; other blocks have heads of another size.
         rotated = source.head_dims[source.value("layer_types").index("full_attention")]
-        turning = int(share * rotated // 2)
         table = torch.full((rotated // 2,), 1e30)
+        turning = int(share * rotated // 2) if kind == "proportional" else len(table)
         table[:turning] = float(parameters.get("factor", 1.0))
         tables["rope_freqs"] = table
         values |= {"rope.dimension_count": rotated, "rope.dimension_count_swa": source.head_dim}
