@@ -209,7 +209,7 @@ def export_gguf(
 def open_text_model(model: str, *, trust: bool = False) -> Model:
     """Open a model that generates text, or the part of several that does."""
     part = text_part(Checkpoint.open(model, packed=True).config)
-    return open_model(model, Opening(trust, packed=True, part=part))
+    return open_model(model, Opening(trust, packed=True, part=part, spaceless=True))
 
 
 @contextmanager

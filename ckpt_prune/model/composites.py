@@ -229,11 +229,11 @@ def composite_names(config: Mapping[str, Any]) -> "Names":
     return stock_names(dict(config), load_composite(config).architecture)
 
 
-def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "Checkpoint":
+def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, spaceless: bool = False) -> "Checkpoint":
     """Return a part of a composite as the checkpoint of a stock class, under that class's names and config.
 
     The config carries a description of the part: that of its family without the containers and the spaces that the
-    whole's own class has no room for. `goes_on` is as in `PartOf`.
+    whole's own class has no room for. `goes_on` is as in `PartOf`, `spaceless` as in `discover`.
     """
     from ckpt_prune.checkpoint.checkpoint import PartOf
     from ckpt_prune.model.skeleton import parse_config, stock_names
@@ -254,7 +254,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
             config["architectures"] = [find_class(config["model_type"], [part.auto])[1]]
 
         stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
-        found = discover(config, stack)
+        found = discover(config, stack, spaceless=spaceless)
         say_once(found.line())
         described = found.description if stack is None else _agree(found.description, config, composite, name)
         part = part.model_copy(update={"described": described})

@@ -107,8 +107,11 @@ FAMILIES = {
     "gemma3_text": ("gemma3_text", WINDOWED),
     "gemma3n_text": ("gemma3n_text", NANO | {"num_hidden_layers": 22, "num_kv_shared_layers": 2}),
     "gemma4_text": ("gemma4_text", GEMMA4),
-    # Other blocks read keys and values of the last two that have their own.
-    "gemma4-shared": ("gemma4_text", GEMMA4 | {"layer_types": WINDOWS, "num_kv_shared_layers": 2}),
+    # The last blocks read keys and values of the two before them, and are twice as wide: no space is proven.
+    "gemma4-shared": (
+        "gemma4_text",
+        GEMMA4 | {"layer_types": WINDOWS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
     "gemma4-experts": (
         "gemma4_text",
         GEMMA4

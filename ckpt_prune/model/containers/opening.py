@@ -31,6 +31,7 @@ class Opening:
         goes_on: another part is pruned next, in the same call.
         whole: open a model with several stacks of blocks, or a head on a part of one that is made of several, as a
             whole, without a description: nothing is pruned.
+        spaceless: open a class of which no space is proven, too: nothing is pruned.
         by_class: False where the description of a family will do in place of its class (`Checkpoint.by_class`).
     """
 
@@ -40,6 +41,7 @@ class Opening:
     packed: bool = False
     goes_on: bool = False
     whole: bool = False
+    spaceless: bool = False
     by_class: bool = True
 
     @classmethod
@@ -66,12 +68,12 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
     if how.whole and (config.get("is_encoder_decoder") is True or has_stacks(config) or is_head_on_part(config)):
         return checkpoint
     if how.part is None:
-        checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))
+        checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config, spaceless=how.spaceless))
         return checkpoint if how.by_class else replace(checkpoint, by_class=not is_described(checkpoint.config))
     if not has_stacks(checkpoint.config):
         check_stored(checkpoint, composite_names(checkpoint.config))
-        return extract_part(checkpoint, how.part)
-    part = extract_part(checkpoint, how.part, goes_on=how.goes_on)
+        return extract_part(checkpoint, how.part, spaceless=how.spaceless)
+    part = extract_part(checkpoint, how.part, goes_on=how.goes_on, spaceless=how.spaceless)
     check_stored(part, composite_names(part.config))
     return part
 
@@ -87,14 +89,17 @@ def open_fitted(model: str) -> Model:
     return Model(checkpoint, family, parse_config(checkpoint.config))
 
 
-def describe_unknown(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the description of its class that `discovery` finds, if it has none."""
+def describe_unknown(config: dict[str, Any], *, spaceless: bool = False) -> dict[str, Any]:
+    """Return a config.json with the description of its class that `discovery` finds, if it has none.
+
+    UserError if no space of it is proven, unless `spaceless`.
+    """
     if has_description(config):
         return config
     check_model_type(config)
     from ckpt_prune.model.discovery.discover import discover
 
-    discovery = discover(config)
+    discovery = discover(config, spaceless=spaceless)
     say_once(discovery.line())
     described = config | {OUTSIDE_KEY: discovery.description}
     _check(described, "its description, which was found on a small model, does not hold for this config.json")

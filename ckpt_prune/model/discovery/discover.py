@@ -67,15 +67,31 @@ class Discovery(BaseModel):
         """Say what was found, in one line, which is the same for both stacks of an encoder-decoder with like spaces."""
         name, spaces = self.description["model_type"], ", ".join(self.description["spaces"])
         architecture = next(iter(self.description["architectures"]))
+        if not spaces:
+            return f"no space of {name} is proven on a small random model of {architecture}, so that none can be pruned"
         return f"spaces of {name} are found and proven on a small random model of its class, {architecture}: {spaces}"
 
+    def check_spaces(self) -> None:
+        """Refuse a class of which no space is proven, in one line."""
+        if not self.description["spaces"]:
+            reasons = "; ".join(f"{space}: {why}" for space, why in self.description["found"]["whole"].items())
+            raise UserError(f"no space of {next(iter(self.description['architectures']))} is proven: {reasons}")
 
-def discover(config: Mapping[str, Any], stack: Stack | None = None) -> Discovery:
+
+def discover(config: Mapping[str, Any], stack: Stack | None = None, *, spaceless: bool = False) -> Discovery:
     """Return the description of a config.json's class, found on small random models of it, or from the user's cache.
 
     For an encoder-decoder it describes one stack of blocks.
-    UserError in one line if transformers has no such class, it cannot be made small, or no space of it is proven.
+    UserError in one line if transformers has no such class, it cannot be made small, or, but for `spaceless`, no space
+    of it is proven.
     """
+    found = _discover(config, stack)
+    if not spaceless:
+        found.check_spaces()
+    return found
+
+
+def _discover(config: Mapping[str, Any], stack: Stack | None) -> Discovery:
     architecture, auto = _architecture(config) if stack is None else (stack.architecture, stack.auto)
     within = None if stack is None else stack.name
     plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
@@ -165,9 +181,6 @@ def _find(plain: dict[str, Any], architecture: str, auto: str, stack: str | None
     start = time.process_time()
     draft, other = _draft(plain, architecture, auto, stack)
     proofs = _prove(draft, other)
-    if not draft.description["spaces"]:
-        reasons = "; ".join(f"{space}: {why}" for space, why in draft.whole.items())
-        raise UserError(f"no space of {architecture} is proven: {reasons}")
     proven = {name: proof.model_dump() for name, proof in proofs.items()}
     found = {"proofs": proven, "whole": draft.whole, "transformers": transformers.__version__}
     draft.description["found"] = found
@@ -253,4 +266,4 @@ def _settle(draft: Draft, twin: Twin) -> Family:
             drop_space(draft, named, fixed if named in ("heads", "queries") else of_twin)
             continue
         return family
-    raise UserError("no space of it agrees with its shapes: " + "; ".join(f"{n}: {w}" for n, w in draft.whole.items()))
+    return parse_family(json.dumps(draft.description))

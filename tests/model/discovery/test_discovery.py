@@ -106,6 +106,16 @@ def test_a_class_without_proven_spaces_is_refused(named, reason):
     assert "\n" not in str(caught.value)
 
 
+def test_a_class_without_proven_spaces_is_described_where_nothing_is_pruned():
+    """MLPs of blocks that share keys are twice as wide as others, as in Gemma 4 E2B."""
+    values = config("gemma4_text", "Gemma4ForCausalLM") | {"num_kv_shared_layers": 12, "use_double_wide_mlp": True}
+    with pytest.raises(UserError, match=r"no space of Gemma4ForCausalLM is proven: .* and a space has as many units"):
+        discover(values)
+    found = discover(values, spaceless=True)
+    assert found.description["spaces"] == {}
+    assert found.line().startswith("no space of gemma4_text is proven on a small random model of Gemma4ForCausalLM, so")
+
+
 def test_the_reason_is_the_commonest_whatever_its_numbers():
     reasons = ["it needs timm", "64 is no multiple of 12", "32 is no multiple of 12", "it needs timm!"]
     assert commonest_reason(reasons) == "64 is no multiple of 12"
