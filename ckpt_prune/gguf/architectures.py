@@ -210,6 +210,7 @@ class Architecture:
         dense_width: key of config.json that says how many columns blocks without experts have.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
+        layers: module beside the embedding that holds the blocks.
         wholes: types of models that also see, of which it computes the part that generates text.
         latent: keys and values of all heads are made of one latent vector of a token (MLA).
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
@@ -255,6 +256,7 @@ class Architecture:
     dense_width: str = "intermediate_size"
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
+    layers: str = "layers"
     wholes: tuple[str, ...] = ()
     latent: bool = False
     scalars: Mapping[str, str] = field(default_factory=dict)
@@ -663,6 +665,12 @@ ARCHITECTURES = (
                  window="some", bases="layer_rope_theta", counts=_CHOSEN | {"expert_count": "num_local_experts"},
                  halves={"block_sparse_moe.experts.gate_up_proj.weight": (
                  "block_sparse_moe.experts.gate_proj.weight", "block_sparse_moe.experts.up_proj.weight")}),
+    Architecture("exaone", "exaone", {"ln_1": "attn_norm", "ln_2": "ffn_norm", "mlp.c_fc_0": "ffn_gate",
+                 "mlp.c_fc_1": "ffn_up", "mlp.c_proj": "ffn_down", "attn.attention.q_proj": "attn_q",
+                 "attn.attention.k_proj": "attn_k", "attn.attention.v_proj": "attn_v",
+                 "attn.attention.out_proj": "attn_output"}, {"transformer.wte": "token_embd",
+                 "transformer.ln_f": "output_norm", "lm_head": "output"}, only=_SILU, biases=_NONE, table=True,
+                 layers="h"),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

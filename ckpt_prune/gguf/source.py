@@ -519,10 +519,11 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     inner = {mapped: module for module, mapped in architecture.block.items()}
     found: dict[str, dict[str, GgufWeight]] = {}
+    layers = f"{architecture.embedding.rpartition('.')[0]}.{architecture.layers}"
     for scalar, key in architecture.scalars.items():
         for place, number in enumerate(_numbers(file, key, config["num_hidden_layers"])):
             weight = GgufWeight((1,), partial(torch.tensor, [number]))
-            found.setdefault(f"model.layers.{place}.", {})[scalar] = weight
+            found.setdefault(f"{layers}.{place}.", {})[scalar] = weight
     for name, info in file.tensors.items():
         if name == _LLAMA3_TABLE and config.get("rope_parameters", {}).get("rope_type") == "llama3":
             continue
@@ -551,7 +552,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             weight = weight.apply(lambda tensor: tensor.flatten(), (math.prod(info.shape),))
         if name.endswith(".ssm_a"):
             weight = weight.apply(lambda decay: (-decay).double().log().float())
-        start = f"{architecture.embedding.rpartition('.')[0]}.layers.{inside['block']}." if inside else ""
+        start = f"{layers}.{inside['block']}." if inside else ""
         found.setdefault(start, {})[tensor] = weight.plus(-architecture.added_to(tensor))
     orders = order_of_halves(architecture)
     if DELTA_HEADS in architecture.counts:

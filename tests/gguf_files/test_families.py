@@ -219,11 +219,12 @@ FAMILIES = {
     "phi": ("phi", {"rope_parameters": HALF}),
     "glm": ("glm", {"head_dim": 8, "rope_parameters": HALF}),
     "granitemoe_swa": ("granitemoe_swa", MIXTURE | GRANITE | {"num_local_experts": 5, "sliding_window": 20}),
+    "exaone": ("exaone", {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
 
-@pytest.mark.parametrize("name", every(3, FAMILIES))
+@pytest.mark.parametrize("name", every(4, FAMILIES))
 def test_a_file_computes_what_pytorch_does(name, tmp_path):
     model_type, changes = FAMILIES[name]
     folder = save(tmp_path / "model", model_type, **changes)
