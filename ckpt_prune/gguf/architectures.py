@@ -478,15 +478,16 @@ ARCHITECTURES = (
                  values={"final_logit_softcapping": "final_logit_softcapping"},
                  counts=_SHARED_KEYS | _PER_LAYER_WIDTH | {
                      "altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"}),
-    *(Architecture("gemma4", "gemma4_text", _GEMMA4 | experts, PER_LAYER_OUTER, biases=_NONE, window="some",
-                   shares=True, differs=True, values={"final_logit_softcapping": "final_logit_softcapping"},
-                   absent={"final_logit_softcapping": None}, halves=halves, widths=widths,
-                   counts=_SHARED_KEYS | _PER_LAYER_WIDTH | counts, only={
-                       "hidden_activation": TANH_GELU, "enable_moe_block": (bool(experts),),
-                       "use_bidirectional_attention": (None, "vision")})
-      for experts, halves, counts, widths in (
-          ({}, {}, {}, {}),
-          (ROUTED_BESIDE, _GEMMA4_HALVES, _CHOSEN | {"expert_used_count": "top_k_experts"}, _WIDTH),
+    *(Architecture("gemma4", each, _GEMMA4 | experts, PER_LAYER_OUTER, biases=_NONE, window="some", shares=True,
+                   differs=True, values={"final_logit_softcapping": "final_logit_softcapping"},
+                   absent={"final_logit_softcapping": None}, halves=halves, widths=widths, constants=constants,
+                   counts=_SHARED_KEYS | counts, only=only | {
+                       "hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, "vision")})
+      for each, experts, halves, counts, widths, constants, only in (
+          ("gemma4_text", {}, {}, _PER_LAYER_WIDTH, {}, {}, {"enable_moe_block": (False,)}),
+          ("gemma4_text", ROUTED_BESIDE, _GEMMA4_HALVES, _PER_LAYER_WIDTH | _CHOSEN | {
+              "expert_used_count": "top_k_experts"}, _WIDTH, {}, {"enable_moe_block": (True,)}),
+          ("gemma4_unified_text", {}, {}, {}, {}, dict.fromkeys(_PER_LAYER_WIDTH, 0), {}),
       )),
     Architecture("phi3", "phi3", NORMS | {"self_attn.qkv_proj": "attn_qkv", OUTPUT: "attn_output",
                  "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_NONE,

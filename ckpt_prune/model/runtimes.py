@@ -86,7 +86,7 @@ _LLAMA_CPP = (
     *("granitemoeshared", "granitemoehybrid", "nemotron_h", "falcon_h1"),
     *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "mellum", "hy_v3", "cohere2_moe"),
     *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo", "deepseek_v2", "deepseek_v3", "youtu"),
-    *("glm4_moe_lite", "gemma3n_text", "gemma4_text", "phi", "glm", "granitemoe_swa", "exaone"),
+    *("glm4_moe_lite", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "phi", "glm", "granitemoe_swa", "exaone"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

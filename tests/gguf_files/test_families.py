@@ -112,6 +112,7 @@ FAMILIES = {
         "gemma4_text",
         GEMMA4 | {"layer_types": WINDOWS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     ),
+    "gemma4_unified_text": ("gemma4_unified_text", {key: GEMMA4[key] for key in GEMMA4 if "per_layer" not in key}),
     "gemma4-experts": (
         "gemma4_text",
         GEMMA4

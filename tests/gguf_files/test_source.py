@@ -28,7 +28,13 @@ UNREAD = {
     *("phi3-longrope", "phi3"),  # scaled rotary positions; a window that llama.cpp ignores
     "hunyuan-dynamic",
     "granite-4-experts",  # a granitemoeshared computes it
-    *("gemma3n_text", "gemma4_text", "gemma4-shared", "gemma4-experts"),  # inputs of their own for blocks
+    *(
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4-shared",
+        "gemma4-experts",
+        "gemma4_unified_text",
+    ),  # keys of others
     *("gemma2-scale", "gemma3-scale"),  # the scale is in other weights, which compute the same
     *("falcon_h1-factors", "falcon_h1-tied"),  # and so are these factors
 }
