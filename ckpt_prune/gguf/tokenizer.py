@@ -45,6 +45,12 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_GPT2,): "gpt-2",
     ("digits", _GPT2): "smollm",
@@ -54,6 +60,7 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_QWEN35,): "qwen35",
     (_GPT4O,): "gpt-4o",
     (_TEKKEN,): "tekken",
+    _DEEPSEEK: "deepseek-v3",
 }
 """Expressions that split a text, in their order → the name under which llama.cpp has them."""
 
@@ -263,7 +270,8 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], where: Path) -> str:
         elif step["type"] == "Digits" and step.get("individual_digits"):
             expressions.append("digits")
         elif step["type"] == "Split" and step["behavior"] in ("Isolated", "Removed"):
-            expressions.append(step["pattern"].get("Regex") or step["pattern"]["String"])
+            pattern = step["pattern"].get("Regex") or step["pattern"]["String"]
+            expressions.append(pattern.replace("\r", r"\r").replace("\n", r"\n"))  # some have the characters themselves
         else:
             raise UserError(f"{where}: llama.cpp has no pre-tokenizer {step['type']}")
     name = PRE_TOKENIZERS.get(tuple(expressions))

@@ -124,6 +124,11 @@ def like_smollm(folder: Path) -> Path:
 CASES = [
     *((steps, name, name in ("llama-bpe", "tekken")) for steps, name in PRE_TOKENIZERS.items()),
     *((steps, "dbrx", False) for steps, name in PRE_TOKENIZERS.items() if name == "llama-bpe"),
+    *(
+        (tuple(step.replace(r"\r", "\r").replace(r"\n", "\n") for step in steps), name, False)
+        for steps, name in PRE_TOKENIZERS.items()
+        if name == "deepseek-v3"
+    ),
 ]
 
 
