@@ -26,8 +26,8 @@ def attach_fp4(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorIn
                 read[name] = info
             continue
         scale = tensors.get(plain + _SCALES)
-        found = (info.dtype, *(() if scale is None else (scale.dtype,)))
-        if scale is None or set(found) != {torch.uint8} or info.shape != (*scale.shape, FP4_BLOCK // 2):
+        wanted = None if scale is None else (scale.dtype, (*scale.shape, FP4_BLOCK // 2))
+        if scale is None or wanted != (torch.uint8, info.shape) or info.dtype != torch.uint8:
             raise UserError(f"{path}: {name} has no scales ({plain}{_SCALES}) that fit it; download it again")
         *experts, columns, groups = scale.shape
         exponents = replace(scale, dtype=torch.float8_e8m0fnu)
