@@ -243,7 +243,7 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = (), *, inner: bool = Fals
         traces = []
         for path in once:
             (target,) = inputs[path]
-            if not target.requires_grad or target.numel() % (target.shape[-1] * prod(run.places)):
+            if not (target.requires_grad and target.numel()) or target.numel() % (target.shape[-1] * prod(run.places)):
                 continue
             target = target.reshape(*run.places, -1)  # some classes put all tokens in one axis
             others = {p: leaves[p] for p in alike if p != path}

@@ -59,6 +59,11 @@ def test_spaces_are_found_and_proven(named):
     assert parse_family(json.dumps(found)).model_type == named[0]
 
 
+def test_shared_experts_that_a_config_leaves_out_have_modules_without_columns():
+    found = discover(config("afmoe", "AfmoeForCausalLM") | {"num_shared_experts": 0}).description
+    assert found["spaces"].keys() == {"queries", "heads", "mlp", "dense", "experts"}
+
+
 def test_interleaved_experts_with_biases_beside_heads_with_sinks():
     found = discover(config("gpt_oss", "GptOssForCausalLM")).description
     assert found["spaces"]["heads"]["tables"] == [{"module": "self_attn.sinks", "lines_per_unit": ["group"]}]
