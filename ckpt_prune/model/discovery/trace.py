@@ -279,7 +279,8 @@ def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, list[T
         def cut(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             first, read = output[0] if isinstance(output, tuple) else output, inputs.setdefault(path, [])
             noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(1 + len(read)))
-            size = torch.nan_to_num(first.detach().std(), 1.0)  # noise may be out of the range of what came before
+            # Noise may be out of the range of what came before, and of no numbers there is no size.
+            size = torch.nan_to_num(first.detach().std(), 1.0) if first.numel() > 1 else 1.0
             leaf = (noise * size).requires_grad_()
             copy = leaf.clone()  # some classes change it in place
             if arguments and isinstance(arguments[0], Tensor):
