@@ -24,7 +24,7 @@ GGUF_FILES: dict[str, str] = {kind: f"model-{kind}.gguf" for kind in get_args(Gg
 GGUF_BITS = dict.fromkeys(get_args(GgufType), 8) | {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9, "mxfp4": 9}
 """GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
 PlainTensorType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
-CoarseTensorType = Literal["iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k"]
+CoarseTensorType = Literal["mxfp4", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k"]
 LeastTensorType = Literal["iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s"]
 TensorType = Literal[PlainTensorType, CoarseTensorType, LeastTensorType]
 """Types that a single matrix of a GGUF file can have."""

@@ -27,10 +27,10 @@ Losses = Mapping[str, Mapping[Kind, float]]
 """Name of a matrix in the file → type → divergence that it adds, in nats a token."""
 _WHOLE = Fraction(1)
 _NAMES: dict[Kind, GgufType] = {
-    mixture.base: name  # type: ignore[misc]
+    mixture.experts or mixture.base: name  # type: ignore[misc]
     for name, mixture in MIXTURES.items()
     if name in ("q8_0", "q6_k", "q5_k_s", "q5_1", "q5_0", "q4_k_s", "q4_1", "iq4_nl", "iq4_xs")
-    or name in ("q3_k_s", "iq3_s", "iq3_xxs", "q2_k", "q4_0")
+    or name in ("q3_k_s", "iq3_s", "iq3_xxs", "q2_k", "q4_0", "mxfp4")
 }
 """Type of most of a file → the name of such a file."""
 

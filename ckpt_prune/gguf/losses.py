@@ -90,7 +90,8 @@ def predict_type_losses(
     """Predict what every type of every matrix of a file adds (`predict_losses`), in nats a token.
 
     Error feedback is tried on the weights in `grams`, which may be those of a few blocks and the head. A matrix of
-    another block keeps the share that error feedback leaves of the loss of the same matrix in these.
+    another block keeps the share that error feedback leaves of the loss of the same matrix in these. MXFP4 is in
+    question of what is stored in it, which it holds as it is.
 
     Args:
         model: that the file is of.
@@ -108,11 +109,17 @@ def predict_type_losses(
         for name in part
     }
 
+    stored = model.checkpoint.tensors
+
+    def kinds_for(names: Iterable[str], columns: int) -> list[Kind]:
+        in_fp4 = all((scaled := stored[name].scaled) is not None and scaled.fp4 for name in names)
+        return [*types_for(columns), *([Kind.MXFP4] if in_fp4 and columns % 32 == 0 else [])]
+
     def round_all(name: str, rows: Tensor) -> dict[str, Tensor]:
         columns, weight = rows.shape[1], weights.get(name)
         filled = functional.pad(rows, (0, -columns % 32))
         fitting = weight if weight is not None and len(weight) == filled.shape[1] else None
-        kinds = types_for(filled.shape[1])
+        kinds = kinds_for([name], filled.shape[1])
         rounded = {kind.name: round_rows(filled, kind, fitting)[:, :columns] for kind in kinds}
         if name in known and filled.shape == rows.shape:
             least, inputs = HEAD_DAMP if name == head else DAMP, known[name]
@@ -131,9 +138,10 @@ def predict_type_losses(
         weight, names = layout.tensors[file_name], list(dict.fromkeys(name for part in parts for name in part))
         if not all(by_weight.get(name) for name in names) or not types_for(weight.shape[-1]):
             continue  # its rows divide into blocks of no type, and stay in float16
-        elements = sum(prod(model.checkpoint.tensors[name].shape) for name in names)
+        elements = sum(prod(stored[name].shape) for name in names)
         share = min(1.0, prod(weight.shape) / elements)  # less, if a fused one was split
-        kinds = [kind for kind in types_for(weight.shape[-1]) if all(kind.name in by_weight[name] for name in names)]
+        in_question = kinds_for(names, weight.shape[-1])
+        kinds = [kind for kind in in_question if all(kind.name in by_weight[name] for name in names)]
         for losses, shares in ((found.weighed, {}), (found.fitted, fed)):
             losses[file_name] = {
                 kind: share * sum(_lost(by_weight[name], kind, shares.get(name, {})) for name in names)

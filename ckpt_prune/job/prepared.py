@@ -215,10 +215,10 @@ class Prepared:
 
     @property
     def before(self) -> Cost:
-        """The cost of the source; its bytes are those of plain weights unless the output keeps those in few bits."""
-        cost = cost_of(self.job.stored_model)
-        keeps = self.planned is not None and self.planned.kept is not None
-        return cost.model_copy(update={"bytes": self.job.stored_model.checkpoint.nbytes}) if keeps else cost
+        """The cost of the source; its bytes are those of its files, where weights may have few bits."""
+        model = self.job.stored_model
+        few = model.checkpoint.quantisation is not None
+        return cost_of(model).model_copy(update={"bytes": model.checkpoint.nbytes}) if few else cost_of(model)
 
     @property
     def after(self) -> Cost:

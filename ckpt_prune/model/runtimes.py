@@ -277,7 +277,11 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
     if runtime.generates and not generates:
         return f"{name} runs decoders that generate text, and this model is none"
     if runtime.families is not None and model_type not in runtime.families:
-        others = ", ".join(other for other, each in RUNTIMES.items() if each.families is None and each.tried)
+        others = ", ".join(
+            other
+            for other, each in RUNTIMES.items()
+            if each.tried and (each.families is None or model_type in each.families) and generates >= each.generates
+        )
         return f"this tool writes no {model_type} for {name}: take {others}"
     for change in get_args(Change):
         if change not in changes:

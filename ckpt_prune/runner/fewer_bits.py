@@ -24,7 +24,8 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     """Name the command that makes a model no larger than this one and loses less.
 
     None if there is none: the output is smaller than 4 bits make it, is rounded itself, was made for its latency or
-    FLOPs, is masked, is a part of a model, or will be rounded by a budget, which has chosen to prune it first.
+    FLOPs, is masked, is a part of a model, or will be rounded by a budget, which has chosen to prune it first. Nor of a
+    model that has few bits, nor of a mixture for runtimes of checkpoints, whose experts `quantize` does not round.
     """
     recipe, checkpoint, size = prepared.whole.recipe, prepared.job.model.checkpoint, asked_size_of(prepared)
     export = recipe.get(Export)
@@ -33,6 +34,8 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     if changes & {"zeros", "few bits"} or is_rounded or recipe.name == BY_BUDGET or checkpoint.within is not None:
         return None
     if size is not None and size.kind in ("latency", "flops"):
+        return None
+    if checkpoint.quantisation is not None or (_is_checkpoint(prepared) and prepared.job.model.family.experts):
         return None
     before, after = prepared.before, prepared.output.cost.bytes
     rounded, kept = before.parameters, 0

@@ -63,8 +63,11 @@ def _words_of_few_bits(prepared: Prepared) -> str | None:
     method = source.quantisation.get("quant_method")
     if prepared.output.kept is not None:
         return f"experts that stay keep their bytes ({method}), and so do all other weights"
-    size, before = decimal_bytes(after), decimal_bytes(source.nbytes)
-    return f"the output has plain weights, {size} where MODEL has {before} in {method}: what is fitted is not rounded"
+    size, before = decimal_bytes(after), decimal_bytes(prepared.before.bytes)
+    return (
+        f"the output has plain weights, {size} where MODEL has {before} in {method}: weights of few bits stay so where "
+        "whole experts go and nothing is fitted (--recipe reap)"
+    )
 
 
 def warnings(prepared: Prepared) -> list[str]:

@@ -275,7 +275,7 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
     assert all(each["bytes"] <= 1000 * limit for each in found["candidates"])
     assert all(set(each["pruned"]["mlp"]) <= widths for each in found["candidates"])
     (remark,) = found["remarks"]
-    assert re.fullmatch(r"No mixture of llama\.cpp's own is so small: \w+ has [\d.]+ KB\.", remark)
+    assert re.fullmatch(r"None of llama\.cpp's own mixtures is so small .*: the smallest, \w+, has [\d.]+ KB\.", remark)
     assert remark.replace("'", "&#x27;") in (place / "pruned" / "frontier.html").read_text()
     monkeypatch.chdir(place / "pruned")
     code, output = run(*shlex.split(found["commands"][0])[1:])

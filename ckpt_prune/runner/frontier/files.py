@@ -282,7 +282,8 @@ def _words_of_mixtures(search: _Search, found: list[MeasuredFile]) -> list[str]:
     fitting = [each for each in mixtures if each.bytes <= limit]
     if not fitting:
         least = min(mixtures, key=lambda each: each.bytes)
-        return [f"No mixture of llama.cpp's own is so small: {least.name} has {decimal_bytes(least.bytes)}."]
+        names = f"the smallest, {least.name}, has {decimal_bytes(least.bytes)}"
+        return [f"None of llama.cpp's own mixtures is so small without --embedding-type and its like: {names}."]
     best = min(fitting, key=lambda each: each.kl or 0)
     return [f"The best mixture of llama.cpp's own is {best.name}, not made: KL {best.kl or 0:.3f} is predicted."]
 

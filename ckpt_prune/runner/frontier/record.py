@@ -232,7 +232,7 @@ class Frontier:
     def words_of(self, score: FileScore) -> str:
         """Return the figures of a score."""
         if score.perplexity is not None and self.dense is not None:
-            return f"{self.loss} {score.words_of_kl}, perplexity {score.perplexity:.2f} for {self.dense:.2f}"
+            return f"{self.loss} {score.words_of_kl}, perplexity {score.perplexity:.2f} (MODEL {self.dense:.2f})"
         return f"{self.loss} {score.kl:.4f}, {self.agreement} {score.top1 or 0:.1%}"
 
     @property

@@ -1,5 +1,6 @@
 """The output at some widths: container, files and cost, known before any tensor is made."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_prune.checkpoint.checkpoint import PartOf
@@ -34,26 +35,41 @@ def plan_output(prepared: Prepared) -> Prepared:
     quantize = prepared.recipe.get(Quantize)
     if quantize is not None and not planned.packed:
         planned = pack_output(quantize, prepared.model, planned)
-    elif planned.kept is None:
-        planned = _keep_bytes(prepared, planned)
     return replace(prepared, decided=decided, planned=planned)
+
+
+def kept_weights(prepared: Prepared) -> frozenset[str]:
+    """Return the weights of few bits whose bytes the output keeps, by name: all of them, or none."""
+    checkpoint, recipe = prepared.model.checkpoint, prepared.recipe
+    weights = frozenset(name for name, info in checkpoint.tensors.items() if info.scaled is not None)
+    keeps = (
+        may_keep_form(checkpoint.quantisation)
+        and all(stage.leaves_experts(recipe) for stage in recipe.stages)
+        and checkpoint.within is None
+        and weights.isdisjoint(checkpoint.aliases)
+        and all(name.startswith(f"{prepared.model.family.layers}.") for name in weights)
+    )
+    return weights if keeps else frozenset()
+
+
+def with_kept_bytes(prepared: Prepared, cost: Cost, shapes: Iterable[str]) -> Cost:
+    """Return the cost of some of the model's tensors, with the bytes of those that the output stores as its source."""
+    tensors, kept = prepared.model.checkpoint.tensors, kept_weights(prepared)
+    stored = [tensors[name] for name in shapes if name in kept]
+    saved = sum(info.numel * info.dtype.itemsize - sum(part.nbytes for part in info.parts) for info in stored)
+    return cost.model_copy(update={"bytes": cost.bytes - saved})
 
 
 def _keep_bytes(prepared: Prepared, output: Output) -> Output:
     """Return an output with the bytes of its source's weights of few bits, where none of them changes."""
     checkpoint, container = prepared.model.checkpoint, output.container
     specs = {name: spec for tensors in output.layout.values() for name, spec in tensors.items()}
-    weights = frozenset(name for name, info in checkpoint.tensors.items() if info.scaled is not None and name in specs)
+    weights = kept_weights(prepared) & specs.keys()
     if (
         not weights
-        or not may_keep_form(checkpoint.quantisation)
-        or not all(stage.leaves_experts(prepared.recipe) for stage in prepared.recipe.stages)
         or any(specs[name][1] != checkpoint.tensors[name].shape for name in weights)
         or container.config.get("model_type") != checkpoint.config.get("model_type")
         or container.remote_class is not None
-        or checkpoint.within is not None
-        or not weights.isdisjoint(checkpoint.aliases)
-        or not all(name.startswith(f"{prepared.model.family.layers}.") for name in weights)
     ):
         return output
     kept = KeptBytes(checkpoint, weights)
@@ -84,7 +100,7 @@ def output_at(prepared: Prepared, widths: Widths) -> Output:
     if rotated is not None:
         aside = {ROTATIONS: RotationSizes.of(rotated.kind, model).layout}
     # The cost is that of the output's config: rotations may have untied the head.
-    return Output(container, layout, _cost(model, container, layout), aside, ranks)
+    return _keep_bytes(prepared, Output(container, layout, _cost(model, container, layout), aside, ranks))
 
 
 def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Output:

@@ -16,12 +16,13 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.model.containers.container import Widths
 from ckpt_prune.model.cost import cost_of, count_by_part, part_words
+from ckpt_prune.model.model import TensorSpecs
 from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
-from ckpt_prune.stages.shared.output import output_at
+from ckpt_prune.stages.shared.output import output_at, with_kept_bytes
 from ckpt_prune.stages.spaces.rankings import keep_ranked
 from ckpt_prune.stages.spaces.ratio_gaps import allowed_widths, ratio_for
 
@@ -294,7 +295,10 @@ def limit_of(prepared: Prepared) -> int:
     """Return the size to keep to, of the recipe's kind. A share is of the model with all its blocks."""
     size = prepared.recipe.size
     assert size is not None
-    return size.of(dense_size(prepared.whole, size.kind))
+    dense, source = dense_size(prepared.whole, size.kind), prepared.whole.model.checkpoint
+    # Its weights may have few bits, and those of the output more.
+    few = size.kind == "bytes" and source.quantisation is not None
+    return size.of(min(dense, source.nbytes) if few else dense)
 
 
 def at_own_size(prepared: Prepared) -> Prepared:
@@ -311,14 +315,18 @@ def dense_size(prepared: Prepared, kind: SizeKind) -> int:
     """Return the size of the state's model before any units go."""
     if kind == "latency":
         return _latencies(prepared).of(prepared.model.blocks)
-    return cost_in(kind, cost_of(prepared.model))
+    return _cost_in(prepared, kind, prepared.model.shapes)
 
 
 def size_at(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:
     """Return the size at some widths, before the container adds biases."""
     if kind == "latency":
         return _latencies(prepared).at(prepared.model.dense_widths, widths)
-    return cost_in(kind, cost_of(prepared.model, prepared.model.shapes_at(widths)))
+    return _cost_in(prepared, kind, prepared.model.shapes_at(widths))
+
+
+def _cost_in(prepared: Prepared, kind: SizeKind, shapes: TensorSpecs) -> int:
+    return cost_in(kind, with_kept_bytes(prepared, cost_of(prepared.model, shapes), shapes))
 
 
 def output_size(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:

@@ -117,6 +117,9 @@ class Vocabulary(StageKeys):
         if alone and recipe.ratio != Recipe.model_fields["ratio"].default:
             raise ValueError("ratio says nothing of tokens: say vocabulary.size, or --vocabulary 50%")
 
+    def leaves_experts(self, recipe: Recipe) -> bool:
+        return True
+
     def needs_samples(self, recipe: Recipe) -> bool:
         return self.text or self.most_cost is not None
 
