@@ -144,8 +144,11 @@ def count_costs(checkpoint: Checkpoint) -> Costs | None:
         config.max_position_embeddings = tokens + reserved_positions(model.config)
         return cost_of(model.with_config(config)).flops
 
-    # Three points determine the parabola; its coefficients are whole numbers.
-    one, two, three = map(count_flops, (1, 2, 3))
-    per_pair = (three - 2 * two + one) // 2
-    per_token = two - one - 3 * per_pair
-    return Costs(cost.parameters, once=one - per_token - per_pair, per_token=per_token, per_pair=per_pair)
+    # Three points determine the parabola. Tokens are shared out among experts, to each a whole number of them.
+    experts = model.family.experts
+    step = 1 if experts is None else model.dimension(experts.count)
+    one, two, three = (count_flops(step * each) for each in (1, 2, 3))
+    of_pairs = (three - 2 * two + one) // 2
+    of_tokens = two - one - 3 * of_pairs
+    once = one - of_tokens - of_pairs
+    return Costs(cost.parameters, once, per_token=of_tokens // step, per_pair=of_pairs // step**2)

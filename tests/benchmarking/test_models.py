@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from ckpt_prune.benchmarking import models
 from ckpt_prune.benchmarking.models import add_graph, count_costs, open_model
@@ -159,6 +160,17 @@ def test_flops_are_those_that_torch_counts(model):
         flops, result = count_flops(lambda inputs=inputs: loaded(**inputs, use_cache=True))
         total += flops
     assert costs.flops(workload, "decode") * STEPS == total
+
+
+def test_flops_of_a_mixture_grow_by_as_many_experts_as_a_token_has(tmp_path):
+    """Of 1, 2 and 3 tokens, few experts have a whole one each: figures were below zero."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"intermediate_size": 24, "vocab_size": 64, "num_local_experts": 6, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**shape, **sizes)).save_pretrained(tmp_path)
+    costs, experts = count_costs(Checkpoint.open(tmp_path)), 2 * 2 * (3 * 32 * 24)
+    others = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 32) + 64 * 32
+    assert (costs.once, costs.per_token) == (0, 2 * (experts + others))
+    assert costs.per_pair == 2 * 4 * 32
 
 
 def test_an_unknown_family_has_no_figures(tmp_path):
