@@ -29,7 +29,9 @@ def stock_of_checkpoint(checkpoint: Checkpoint) -> StockCheckpoint:
         stock = _vit_of_mae(checkpoint)
     else:
         model_type = checkpoint.config.get("model_type")
-        raise UserError(f"{checkpoint.path} is a {model_type}: only folders of timm and vit_mae are converted")
+        raise UserError(
+            f"{checkpoint.path} is a {model_type}: `convert` takes folders of timm and vit_mae, adapters and GGUF files"
+        )
     for name, tensor in stock.tensors.items():
         if tensor.dtype.itemsize == 1:
             raise UserError(

@@ -7,7 +7,7 @@ from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.report import RecipeChange
 from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import ALIKE
+from ckpt_prune.model.spaces import ALIKE, recipe_space
 
 _MULTIPLE = "multiple_of"
 
@@ -48,6 +48,13 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], above: str = ""
             yield f"{above}{key}", before, after
 
 
+def _share_width_key(model: Model, space: str) -> bool:
+    """Return whether one config key says how wide a space and the one are that it is pruned as, also of experts."""
+    first = {recipe_space(name): name for name in reversed(model.family.spaces)}
+    one, other = first.get(space), first.get(ALIKE[space])
+    return one is not None and other is not None and model.share_width_key(one, other)
+
+
 def _explain(key: str, old: Any, new: Any, model: Model) -> str:
     space = key.removeprefix("spaces.")
     if key.endswith(_MULTIPLE):
@@ -56,7 +63,7 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
         if new == "dense":
             return "statistics are of the dense model alone; give --text or --images for the other"
         return "a norm follows the layers that are fitted to the drift, and would enlarge their corrections"
-    if old is None and space in ALIKE and not model.share_width_key(space, ALIKE[space]):
+    if old is None and space in ALIKE and not _share_width_key(model, space):
         return f"it is pruned as {ALIKE[space]} is; --set spaces.{space}.ratio=0 leaves it whole"
     if old is None:
         return f"{model.family.model_type} has one width for it and another space of the recipe"

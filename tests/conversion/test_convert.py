@@ -306,5 +306,5 @@ def test_other_models_are_not_converted() -> None:
     Path("bert/config.json").write_text(json.dumps({"model_type": "bert"}))
     save_file({"a": torch.ones(1)}, "bert/model.safetensors")
     assert read_refusal("convert", "bert", "-o", "out").endswith(
-        "bert is a bert: only folders of timm and vit_mae are converted"
+        "bert is a bert: `convert` takes folders of timm and vit_mae, adapters and GGUF files"
     )
