@@ -89,22 +89,23 @@ class KeptBytes:
 
     def _find(self, name: str, weight: Tensor, firsts: dict[str, int]) -> str:
         """Return the weight of the source that has these values: weights that stay are numbered anew, in order."""
-        match = _NUMBERED.fullmatch(name)
-        before, number, after = (
-            ("", 0, "") if match is None else (match["before"], int(match["number"]), match["after"])
-        )
+        before, number, after = _numbered(name)
         place = max(number, firsts.get(before + after, 0))
-        while (candidate := name if match is None else f"{before}{place}{after}") in self.checkpoint.tensors:
-            if torch.equal(self.checkpoint.read([candidate])[candidate], weight.cpu()):
-                firsts[before + after] = place + 1
-                return candidate
-            if match is None:
-                break
+        while (candidate := f"{before}{place}{after}") in self.checkpoint.tensors:
             place += 1
+            if torch.equal(self.checkpoint.read([candidate])[candidate], weight.cpu()):
+                firsts[before + after] = place
+                return candidate
         raise ValueError(f"{name} has other values than any weight of the source that it may be")
 
 
-def _order(name: str) -> tuple[str, int]:
+def _numbered(name: str) -> tuple[str, int, str]:
+    """Return what stands before the last number of a name, that number, and what follows; blocks have numbers."""
     match = _NUMBERED.fullmatch(name)
     assert match is not None
-    return match["before"] + match["after"], int(match["number"])
+    return match["before"], int(match["number"]), match["after"]
+
+
+def _order(name: str) -> tuple[str, int]:
+    before, number, after = _numbered(name)
+    return before + after, number
