@@ -446,7 +446,7 @@ def test_heads_of_both_attentions_are_pruned_as_by_hand(model_type: str, target:
         assert read_json("fewer/config.json")["encoder"]["num_attention_heads"] == 2
     words = ("prune", "other", *RIDGE[:-1], f"target={target}", *fitted, *DATA, "-o")
     output = ok(*words, "out")
-    assert ("spaces.cross_heads is added: it is pruned as heads is" in output) == (model_type != "t5gemma2")
+    assert ("spaces.cross_heads is added: " in output) == (model_type != "t5gemma2")
     assert "FAILED" not in ok("verify", "out", "--against", "other")
     pruned = AutoModelForSeq2SeqLM.from_pretrained("out").double().eval()
     prefix, own, cross, mlp, columns = HEADS[model_type]
