@@ -81,7 +81,7 @@ COMMANDS = ("prune", "quantize", "export", "evaluate", "plan", "convert", "front
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_starts_without_packages_of_extras(command):
-    """What a command needs for files of one kind alone is imported once these are asked for."""
+    """Packages that read or write one kind of file are imported when such a file is asked for."""
     graph, left, reached = imports(lazy=False), [f"ckpt_prune.runner.{command}"], set[str]()
     while left:
         module = left.pop()

@@ -248,8 +248,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they are stored."""
-        scales = (info.scaled.scale.nbytes for info in self.tensors.values() if info.scaled is not None)
-        return sum(info.nbytes for info in self.tensors.values()) + sum(scales)
+        return sum(info.stored_bytes for info in self.tensors.values())
 
     @property
     def _weight_stamps(self) -> dict[str, Stamp]:

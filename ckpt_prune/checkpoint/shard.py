@@ -53,7 +53,7 @@ _CHUNK_BYTES = 64 * 2**20
 FP4_BLOCK = 32
 """Elements of MXFP4 that share a scale."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 to 7 stand for; those from 8 on are the same, below zero."""
+"""Values of the codes 0 to 7; codes 8 to 15 are their negatives."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,11 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in its file, with those of its scales."""
+        return self.nbytes + (0 if self.scaled is None else self.scaled.scale.nbytes)
 
 
 @dataclass(frozen=True)

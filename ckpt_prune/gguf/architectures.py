@@ -103,7 +103,7 @@ PER_LAYER_OUTER = OUTER | {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
-"""What gives each block of a Gemma 3n or 4 an input of its own for each token."""
+"""Tensors that give each block of Gemma 3n or 4 its own input for each token."""
 ALTUP = {
     "altup.correct_output_scale": "altup_correct_scale.weight",
     "altup.correction_coefs": "altup_correct_coef",

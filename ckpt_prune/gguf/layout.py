@@ -58,9 +58,14 @@ Block = Mapping[str, GgufWeight]
 
 
 class BlockShape(NamedTuple):
-    """Counts of a block: no heads, or columns, where it has none; columns of each of its experts if it has `experts`.
+    """Counts of a block.
 
-    `shared` are the columns of all its shared experts together, or of the MLP beside its experts.
+    Attributes:
+        heads: of queries; 0 without attention.
+        kv_heads: of keys and values.
+        columns: of its MLP, or of each of its experts; 0 without either.
+        experts: whether it has experts.
+        shared: columns of all its shared experts together, or of the MLP beside its experts.
     """
 
     heads: int
@@ -506,8 +511,10 @@ def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | No
     shapes, notes = source.shapes, list[str]()
     if (widest := _widest(source, architecture)) != shapes:
         shapes = widest
-        sizes = {"heads": {max(shape.heads for shape in shapes)}} if not architecture.differs else {}
-        sizes |= {"columns": {each.columns for each in shapes if not each.experts}} if not architecture.differs else {}
+        sizes = dict[str, set[int]]()
+        if not architecture.differs:
+            sizes["heads"] = {max(shape.heads for shape in shapes)}
+            sizes["columns"] = {each.columns for each in shapes if not each.experts}
         sizes["of each expert"] = {each.columns for each in shapes if each.experts}
         sizes["of shared experts"] = {each.shared for each in shapes} - {0}
         *words, last = (f"{size} {what}" for what, found in sizes.items() for size in found)

@@ -21,7 +21,7 @@ _QKV, _GATE = "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"
 
 
 class Order(NamedTuple):
-    """Where rows or columns of one tensor of a block stand in a file.
+    """The places in a file of the rows or columns of one tensor of a block.
 
     Attributes:
         stored: the tensor in the checkpoint.

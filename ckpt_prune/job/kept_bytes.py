@@ -57,10 +57,8 @@ class KeptBytes:
         """
         packed, firsts = dict(tensors), dict[str, int]()
         for name in sorted(self.weights & tensors.keys(), key=_order):
-            source = self._find(name, packed.pop(name), firsts)
-            parts = self._stored(source)
-            for ending, part in zip(self._endings(name), parts, strict=True):
-                packed[name + ending] = read_tensors(self.checkpoint.path, [part])[part.name]
+            stored = self._find(name, packed.pop(name), firsts)
+            packed |= {name + ending: part for ending, part in zip(self._endings(name), stored, strict=True)}
         return packed
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,11 +67,15 @@ class KeptBytes:
         for name in self.weights:
             elements, scales = (name + ending for ending in self._endings(name))
             if scales in plain:
-                info = self.checkpoint.tensors[name]
-                assert info.scaled is not None
-                scale = plain.pop(scales).view(info.scaled.scale.dtype)
-                plain[name] = apply_scales(info, plain.pop(elements), scale)
+                scale = plain.pop(scales)
+                plain[name] = self._plain(name, plain.pop(elements), scale)
         return plain
+
+    def _plain(self, name: str, elements: Tensor, scale: Tensor) -> Tensor:
+        """Return a weight of the source from its elements and scales as files have them."""
+        info = self.checkpoint.tensors[name]
+        assert info.scaled is not None
+        return apply_scales(info, elements, scale.view(info.scaled.scale.dtype))
 
     def _endings(self, name: str) -> tuple[str, str]:
         scaled = self.checkpoint.tensors[name].scaled
@@ -87,15 +89,21 @@ class KeptBytes:
         elements, scale = info.parts
         return elements, replace(scale, dtype=info.scaled.stored_as or scale.dtype)
 
-    def _find(self, name: str, weight: Tensor, firsts: dict[str, int]) -> str:
-        """Return the weight of the source that has these values: weights that stay are numbered anew, in order."""
+    def _find(self, name: str, weight: Tensor, firsts: dict[str, int]) -> tuple[Tensor, Tensor]:
+        """Return elements and scales of the weight of the source that has these values.
+
+        Weights that stay are numbered anew, in order.
+        """
         before, number, after = _numbered(name)
         place = max(number, firsts.get(before + after, 0))
         while (candidate := f"{before}{place}{after}") in self.checkpoint.tensors:
             place += 1
-            if torch.equal(self.checkpoint.read([candidate])[candidate], weight.cpu()):
+            infos = self._stored(candidate)
+            read = read_tensors(self.checkpoint.path, infos)
+            elements, scale = (read[info.name] for info in infos)
+            if torch.equal(self._plain(candidate, elements, scale), weight.cpu()):
                 firsts[before + after] = place
-                return candidate
+                return elements, scale
         raise ValueError(f"{name} has other values than any weight of the source that it may be")
 
 

@@ -217,8 +217,8 @@ class Prepared:
     def before(self) -> Cost:
         """The cost of the source; its bytes are those of its files, where weights may have few bits."""
         model = self.job.stored_model
-        few = model.checkpoint.quantisation is not None
-        return cost_of(model).model_copy(update={"bytes": model.checkpoint.nbytes}) if few else cost_of(model)
+        cost, checkpoint = cost_of(model), model.checkpoint
+        return cost if checkpoint.quantisation is None else cost.model_copy(update={"bytes": checkpoint.nbytes})
 
     @property
     def after(self) -> Cost:

@@ -155,7 +155,10 @@ def has_stacks(config: Mapping[str, Any]) -> bool:
 
 def is_head_on_part(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a composite's class that has one of its parts, and a head on that."""
-    return is_composite(config) and load_composite(config).architecture in load_composite(config).classes
+    if not is_composite(config):
+        return False
+    composite = load_composite(config)
+    return composite.architecture in composite.classes
 
 
 def load_composite(config: Mapping[str, Any]) -> Composite:

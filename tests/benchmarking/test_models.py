@@ -163,7 +163,7 @@ def test_flops_are_those_that_torch_counts(model):
 
 
 def test_flops_of_a_mixture_grow_by_as_many_experts_as_a_token_has(tmp_path):
-    """Of 1, 2 and 3 tokens, few experts have a whole one each: figures were below zero."""
+    """Inputs of 1, 2 and 3 tokens reach few experts each, which made figures below zero."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"intermediate_size": 24, "vocab_size": 64, "num_local_experts": 6, "num_experts_per_tok": 2}
     MixtralForCausalLM(MixtralConfig(**shape, **sizes)).save_pretrained(tmp_path)

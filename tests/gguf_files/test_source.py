@@ -86,7 +86,7 @@ def test_types_are_those_of_gguf_py(llama, tmp_path, kind):
 
 
 def test_experts_in_mxfp4_are_read_as_gguf_py_decodes_them(tmp_path):
-    """As published files of gpt-oss have them: rows of gate and up take turns, and matrices lie on their sides."""
+    """Published files of gpt-oss have them: rows of gate and up alternate, and matrices are transposed."""
     folder = save(tmp_path / "model", "gpt_oss", **FAMILIES["gpt_oss"][1] | {"intermediate_size": 64})
     export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
     edit_file(tmp_path / "m.gguf", tmp_path / "packed.gguf", "_exps.weight")

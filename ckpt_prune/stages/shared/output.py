@@ -41,22 +41,25 @@ def plan_output(prepared: Prepared) -> Prepared:
 def kept_weights(prepared: Prepared) -> frozenset[str]:
     """Return the weights of few bits whose bytes the output keeps, by name: all of them, or none."""
     checkpoint, recipe = prepared.model.checkpoint, prepared.recipe
+    # First what asks for no look at every tensor: the search for a size comes here at every step.
+    if (
+        not may_keep_form(checkpoint.quantisation)
+        or checkpoint.within is not None
+        or not all(stage.leaves_experts(recipe) for stage in recipe.stages)
+    ):
+        return frozenset()
     weights = frozenset(name for name, info in checkpoint.tensors.items() if info.scaled is not None)
-    keeps = (
-        may_keep_form(checkpoint.quantisation)
-        and all(stage.leaves_experts(recipe) for stage in recipe.stages)
-        and checkpoint.within is None
-        and weights.isdisjoint(checkpoint.aliases)
-        and all(name.startswith(f"{prepared.model.family.layers}.") for name in weights)
-    )
-    return weights if keeps else frozenset()
+    in_blocks = all(name.startswith(f"{prepared.model.family.layers}.") for name in weights)
+    return weights if in_blocks and weights.isdisjoint(checkpoint.aliases) else frozenset()
 
 
 def with_kept_bytes(prepared: Prepared, cost: Cost, shapes: Iterable[str]) -> Cost:
     """Return the cost of some of the model's tensors, with the bytes of those that the output stores as its source."""
     tensors, kept = prepared.model.checkpoint.tensors, kept_weights(prepared)
+    if not kept:
+        return cost
     stored = [tensors[name] for name in shapes if name in kept]
-    saved = sum(info.numel * info.dtype.itemsize - sum(part.nbytes for part in info.parts) for info in stored)
+    saved = sum(info.numel * info.dtype.itemsize - info.stored_bytes for info in stored)
     return cost.model_copy(update={"bytes": cost.bytes - saved})
 
 
