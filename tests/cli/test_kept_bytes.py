@@ -170,6 +170,23 @@ def test_budgets_of_files_keep_what_is_in_mxfp4():
 
 
 @pytest.mark.usefixtures("in_fp8")
+def test_with_an_adapter_the_output_has_plain_weights():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(Path("source").absolute()))
+    config.save_pretrained("adapter")
+    query = "model.layers.0.self_attn.q_proj"
+    outputs, inputs = Checkpoint.open("source").tensors[f"{query}.weight"].shape
+    low_rank = {"A": torch.ones(2, inputs), "B": torch.ones(outputs, 2)}
+    tensors = {f"base_model.model.{query}.lora_{side}.weight": each for side, each in low_rank.items()}
+    save_file(tensors, "adapter/adapter_model.safetensors")
+    assert "the output has plain weights" in ok(REAP[0], "adapter", *REAP[2:], "-o", "merged")
+    assert "quantization_config" not in read_json("merged/config.json")
+    merged, pruned = Checkpoint.open("adapter"), load_file("merged/model.safetensors")
+    assert torch.equal(pruned[f"{query}.weight"], merged.read([f"{query}.weight"])[f"{query}.weight"])
+    assert read_json("merged/ckpt_prune.json")["after"]["bytes"] == sum(tensor.nbytes for tensor in pruned.values())
+
+
+@pytest.mark.usefixtures("in_fp8")
 def test_a_mixture_in_fp8_stays_in_fp8():
     ok(*REAP, "-o", "whole")
     before, after = load_file("source/model.safetensors"), load_file("whole/model.safetensors")

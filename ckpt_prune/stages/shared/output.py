@@ -45,6 +45,7 @@ def kept_weights(prepared: Prepared) -> frozenset[str]:
     if (
         not may_keep_form(checkpoint.quantisation)
         or checkpoint.within is not None
+        or checkpoint.adapter is not None
         or not all(stage.leaves_experts(recipe) for stage in recipe.stages)
     ):
         return frozenset()
