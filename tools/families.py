@@ -149,37 +149,54 @@ def discovered_page() -> str:
 
 
 def sweep(only: list[str]) -> None:
-    """Try types of text models, and keep what came of it."""
+    """Try types, and keep what came of them."""
     import torch
     import transformers
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto import modeling_auto
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    kinds = {
+    found: dict[str, Any] = {"types": {}}
+    with suppress(OSError):
+        found = json.loads(DISCOVERED.read_text(encoding="utf-8"))
+    found["transformers"] = transformers.__version__
+    for kind, name in all_types():
+        if not only or name in only:
+            types = found["types"].setdefault(kind, {})
+            types[name] = try_kind(kind, name)
+            print(kind, name, types[name], flush=True)
+            found["types"][kind] = dict(sorted(types.items()))
+            DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def classes_by_kind() -> dict[str, dict[str, Any]]:
+    """Return the kinds of models that are swept, with transformers' classes by `model_type`."""
+    from transformers.models.auto import modeling_auto
+
+    return {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "pairs": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
-    found: dict[str, Any] = {"types": {}}
-    with suppress(OSError):
-        found = json.loads(DISCOVERED.read_text(encoding="utf-8"))
-    found["transformers"] = transformers.__version__
-    for kind, names in kinds.items():
-        types = found["types"].setdefault(kind, {})
-        for name, named in names.items():
-            if not only or name in only:
-                architecture = named if isinstance(named, str) else named[0]
-                stacks = {name: architecture} if getattr(CONFIG_MAPPING[name], "is_encoder_decoder", False) else {}
-                with patch.dict(encoder_decoders(), stacks if kind == "pairs" else {}):
-                    known_composites.cache_clear()
-                    types[name] = try_type(name, architecture)
-                known_composites.cache_clear()
-                print(kind, name, types[name], flush=True)
-                found["types"][kind] = dict(sorted(types.items()))
-                DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def all_types() -> list[tuple[str, str]]:
+    """Return the kind and `model_type` of all that is swept."""
+    return [(kind, name) for kind, classes in classes_by_kind().items() for name in classes]
+
+
+def try_kind(kind: str, model_type: str) -> dict[str, Any]:
+    """Try a type as one of its kind: what has an encoder and a decoder is taken by both stacks only as pairs."""
+    from transformers import CONFIG_MAPPING
+
+    named = classes_by_kind()[kind][model_type]
+    architecture = named if isinstance(named, str) else named[0]
+    two_stacks = kind == "pairs" and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
+    with patch.dict(encoder_decoders(), {model_type: architecture} if two_stacks else {}):
+        known_composites.cache_clear()
+        found = try_type(model_type, architecture)
+    known_composites.cache_clear()
+    return found
 
 
 def try_type(model_type: str, architecture: str) -> dict[str, Any]:

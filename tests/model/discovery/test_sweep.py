@@ -7,29 +7,33 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.model.depth import shorten_config
-from ckpt_prune.model.descriptions import known_families, load_family, parse_family
+from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.verification import forward_pass
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.model.discovery.test_discovery import config
-from tools.families import DISCOVERED, prune_and_verify, run_command, try_type, write_tiny
+from tests.pairs import choose_cases
+from tools.families import DISCOVERED, all_types, prune_and_verify, run_command, try_kind, try_type, write_tiny
 
 CHECK = forward_pass._check
 """The comparison with the whole model, which other tests leave out."""
 CLASSES = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-THIRTY = [
-    *("afmoe", "apertus", "aria_text", "bart", "biogpt", "cohere2_moe", "cwm", "ernie4_5_moe", "exaone", "glm4_moe"),
-    *("gpt_oss", "helium", "hunyuan_v1_moe", "internlm3", "jais2", "jamba", "kolibri1", "lfm2", "mellum", "minicpm3"),
-    *("minimax", "ministral3", "nanochat", "nemotron_h", "olmo", "hyperclovax", "qwen3_5_text", "solar_open", "xglm"),
-    "vaultgemma",
-]
-"""Dense models, grouped queries, experts, latent attention and several kinds of blocks."""
+THIRTY = {
+    # Dense models, grouped queries, blocks that take their number or the kind of attention in ways of their own.
+    *("biogpt", "cwm", "exaone", "gpt_neo", "helium", "jais2", "moshi", "nanochat", "openai-gpt", "vaultgemma"),
+    # Experts, also in stacks, latent attention, and a block that reads what the one before it chose.
+    *("afmoe", "cohere2_moe", "ernie4_5_moe", "gpt_oss", "hunyuan_v1_moe", "llama4", "minicpm3", "zaya"),
+    # Blocks of several kinds, state spaces, and two stacks.
+    *("git", "jamba", "lfm2", "mamba", "olmo_hybrid", "qwen3_5_text", "bart"),
+    # Parts of composites, and classes of images.
+    *("fuyu", "gemma4", "modernvbert", "cvt", "data2vec-vision", "ijepa", "vit_msn"),
+}
+"""Types that are always tried; `--thorough` tries all."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,48 +41,11 @@ def check(monkeypatch) -> None:
     monkeypatch.setattr(forward_pass, "_check", CHECK)
 
 
-@pytest.mark.parametrize("model_type", THIRTY)
-def test_thirty_types(model_type):
-    assert model_type not in known_families()
-    kept = json.loads(DISCOVERED.read_text())["types"]["causal"][model_type]
-    found = try_type(model_type, CLASSES[model_type])
-    assert (found["pruned"], found["spaces"]) == (True, kept["spaces"]), found["why"]
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        *("gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe", "pegasus", "openai-gpt", "rwkv", "zaya"),
-        *("deepseek_v4", "git", "prophetnet", "glm_moe_dsa", "mamba"),
-    ],
-)
-def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
-    """Blocks that take their number by another name, or an argument that no config states; a fused tensor of parts
-    that differ in rows, and three tensors that make one; a width that no config key states; a class without defaults
-    for what published configs state; one that copies its config, and says in the copy how attention is made; blocks
-    that their class cannot build of a config, have no heads, or hand on what their routers have seen; a table of whole
-    numbers; a tower beside them that does not run; an embedding under two names; a block in the middle that reads what
-    the one before it chose, and is timed for the estimate.
-    """
-    found = try_type(model_type, CLASSES[model_type])
-    assert found["pruned"], found["why"]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "spaces"),
-    [
-        ("gemma4", {"mlp"}),
-        ("gemma4_unified", {"mlp"}),
-        ("fuyu", {"mlp"}),
-        ("modernvbert", {"mlp"}),  # it has a head of its own, and its text's class has heads of one width
-        ("emu3", {"queries", "heads", "mlp"}),
-        ("llama4", {"queries", "heads", "mlp", "shared", "experts"}),  # experts in stacks
-        ("qwen3_5_moe", {"queries", "heads", "linear_heads", "mlp", "shared", "experts"}),
-    ],
-)
-def test_text_parts_of_composites_are_found(model_type, spaces):
-    found = try_type(model_type, CLASSES[model_type])
-    assert (found["pruned"], {*found["spaces"]}) == (True, spaces), found["why"]
+@pytest.mark.parametrize(("kind", "model_type"), choose_cases(all_types(), lambda each: each[1] in THIRTY))
+def test_every_type_is_as_the_page_says(kind, model_type):
+    kept, found = json.loads(DISCOVERED.read_text())["types"][kind][model_type], try_kind(kind, model_type)
+    for key in ("built", "spaces", "pruned"):
+        assert found[key] == kept[key], found["why"]
 
 
 def test_a_width_that_a_class_derives_is_stated_by_outputs(tmp_path: Path):
@@ -138,20 +105,6 @@ def test_a_composite_states_a_width_that_the_class_of_its_part_derives(ratio, tm
     assert "block_ff_dim" not in output
     _, loading = AutoModelForImageTextToText.from_pretrained(tmp_path / "output", output_loading_info=True)
     assert not any(loading.values())
-
-
-@pytest.mark.parametrize(
-    ("model_type", "spaces"),
-    [
-        ("ijepa", {"heads", "mlp"}),
-        ("vit_msn", {"heads", "mlp"}),
-        ("data2vec-vision", {"mlp"}),
-        ("cvt", {"mlp"}),  # stages that count their steps in numbers of their own
-    ],
-)
-def test_classes_of_images_are_found(model_type, spaces):
-    found = try_type(model_type, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[model_type])
-    assert (found["pruned"], {*found["spaces"]}) == (True, spaces), found["why"]
 
 
 def test_blocks_that_only_their_model_can_run_are_refused():
