@@ -197,7 +197,8 @@ class Architecture:
         hybrid: blocks without attention have another mixer of tokens, and the file says which by no heads of keys and
             values ("kv_heads") or by how often attention comes ("interval").
         state_space: keys of config.json with the sizes of the Mamba 2 that blocks have.
-        factors: module → keys of config.json with what its weights are multiplied by; behind a dot the place in a list.
+        factors: module → keys of config.json with what its weights are multiplied by; behind a dot the place in a list,
+            behind a stroke what llama.cpp itself multiplies by: a number, or "scale" for that of attention.
         row_factors: key of config.json with a factor for each part of what the input projection of Mamba 2 makes.
         single: a block is attention, Mamba 2, an MLP, or experts, and nothing else.
         unrotated: there are no rotary positions.
@@ -210,15 +211,19 @@ class Architecture:
         dense_width: key of config.json that says how many columns blocks without experts have.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
+        joined: rows of gate and of up are one tensor there, which modules have apart.
         layers: module beside the embedding that holds the blocks.
         wholes: types of models that also see, of which it computes the part that generates text.
-        latent: keys and values of all heads are made of one latent vector of a token (MLA).
+        latent: keys and values of all heads are made of one latent vector of a token (MLA), by two matrices of which
+            one is multiplied into queries ("apart"), or by one as it is stored ("whole").
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
         bases: key of config.json with the base of rotary positions in each block, 0 where there are none.
         rotary: GGUF key → key of config.json's rope_parameters with a number, if YaRN scales positions.
         shares: the last blocks may read keys and values that others made, and values may be the keys.
         owners: how many blocks have their own where others read them; 0: the file says it.
         sparse: so many of the first blocks keep the largest twentieth of their columns, for each token.
+        unsunk: the family has no sinks of attention, so that the file gets some that draw nothing.
+        unnormed: with so many experts llama.cpp norms no queries and keys, and with others it does.
     """
 
     name: str
@@ -256,15 +261,18 @@ class Architecture:
     dense_width: str = "intermediate_size"
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
+    joined: bool = False
     layers: str = "layers"
     wholes: tuple[str, ...] = ()
-    latent: bool = False
+    latent: Literal["", "apart", "whole"] = ""
     scalars: Mapping[str, str] = field(default_factory=dict)
     bases: str = ""
     rotary: Mapping[str, str] = field(default_factory=dict)
     shares: bool = False
     owners: int = 0
     sparse: int = 0
+    unsunk: bool = False
+    unnormed: int = 0
 
     @property
     def embedding(self) -> str:
@@ -307,6 +315,8 @@ _SOFTCAPS = {
 DELTA_HEADS = "ssm.time_step_rank"
 """Key of the heads of values of a gated delta net."""
 SHARED_WIDTH = "expert_shared_feed_forward_length"
+EVERY = "interleave_moe_layer_step"
+"""Key that says how often a block has experts, if not all have: the last of every so many."""
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _WIDTHS = _WIDTH | {SHARED_WIDTH: "shared_expert_intermediate_size"}
 _GRANITE = {
@@ -384,6 +394,13 @@ _GEMMA4 = SANDWICH | ATTENTION | GATED | HEAD_NORMS | PER_LAYER | {"layer_scalar
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
 _QUERY_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 _SHARED_MLP = {name.replace("shared_experts", "shared_mlp"): tensor for name, tensor in SHARED_ALWAYS.items()}
+_LATENT_WHOLE = {
+    module: tensor for module, tensor in LATENT.items() if tensor not in ("attn_q", "attn_k_b", "attn_v_b")
+}
+_LATENT_WHOLE["self_attn.kv_b_proj"] = "attn_kv_b"
+_LLAMA_4 = {module.replace("mlp", "feed_forward"): tensor for module, tensor in (GATED | EXPERTS | SHARED).items()} | {
+    "feed_forward.router": "ffn_gate_inp"
+}
 _XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")}
 _UNTIED: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,)}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
@@ -580,9 +597,10 @@ ARCHITECTURES = (
                  widths=_WIDTH, constants=_SIGMOID_SUM, own_keys=True),
     Architecture("mistral3", "ministral3", neighbours=True, only=_SILU, biases=_NONE,
                  rotary={"attention.temperature_scale": "llama_4_scaling_beta"}),
-    Architecture("apertus", "apertus", {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
-                 "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | ATTENTION | HEAD_NORMS, biases=_NONE,
-                 only=_UNTIED | {"hidden_act": ("xielu",)}, table=True, scalars=_XIELU),
+    *(Architecture("apertus", each, {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
+                   "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | ATTENTION | HEAD_NORMS, biases=_NONE,
+                   only=only | _UNTIED | {"hidden_act": ("xielu",)}, table=True, scalars=_XIELU)
+      for each, only in (("apertus", {}), ("apertus1p5_text", {"output_vocab_size": (None,)}))),
     Architecture("afmoe", "afmoe", {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
                  "pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm",
                  "self_attn.gate_proj": "attn_gate", "mlp.expert_bias": "exp_probs_b.bias"} | ATTENTION | HEAD_NORMS |
@@ -634,18 +652,16 @@ ARCHITECTURES = (
     Architecture("olmo", "olmo", ATTENTION | GATED, neighbours=True, only=_SILU, biases=_NONE, whole="heads",
                  epsilon="layer_norm_epsilon", values={"attention.clamp_kqv": "clip_qkv"},
                  absent={"attention.clamp_kqv": None}),
-    Architecture("deepseek2", "deepseek_v2", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent=True,
+    Architecture("deepseek2", "deepseek_v2", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent="apart",
                  leading=_LEADING, only=_SILU | {"topk_method": ("greedy",), "norm_topk_prob": (False,)},
                  values=_SCALED, absent={"expert_gating_func": int(ExpertGatingFuncType.SOFTMAX)},
                  counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
                  constants={"expert_gating_func": int(ExpertGatingFuncType.SOFTMAX)}),
-    Architecture("deepseek2", "deepseek_v3", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent=True,
-                 leading=_LEADING, only=_SILU | _INTERLEAVED | {"norm_topk_prob": (True,)}, values=_SCALED,
-                 counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, widths=_WIDTH, constants=_SIGMOID_SUM),
-    Architecture("deepseek2", "glm4_moe_lite", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent=True,
-                 leading="mlp_layer_types", only=_SILU | _INTERLEAVED | {"norm_topk_prob": (True,)}, values=_SCALED,
-                 counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, widths=_WIDTH, constants=_SIGMOID_SUM),
-    Architecture("deepseek2", "youtu", NORMS | LATENT | GATED, biases=_NONE, latent=True, leading=_LEADING,
+    *(Architecture("deepseek2", each, NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent="apart", leading=leading,
+                   only=_SILU | _INTERLEAVED | {"norm_topk_prob": (True,)}, values=_SCALED,
+                   counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, widths=_WIDTH, constants=_SIGMOID_SUM)
+      for each, leading in (("deepseek_v3", _LEADING), ("glm4_moe_lite", "mlp_layer_types"), ("sarvam_mla", _LEADING))),
+    Architecture("deepseek2", "youtu", NORMS | LATENT | GATED, biases=_NONE, latent="apart", leading=_LEADING,
                  only=_SILU | _INTERLEAVED, constants={"expert_shared_count": 0},
                  widths=dict.fromkeys(_WIDTH, "")),
     Architecture("qwen2vl", "qwen2", only=_SILU | {"use_sliding_window": (False,)}, biases=_INPUTS, sections="stated",
@@ -672,8 +688,39 @@ ARCHITECTURES = (
                  "attn.attention.out_proj": "attn_output"}, {"transformer.wte": "token_embd",
                  "transformer.ln_f": "output_norm", "lm_head": "output"}, only=_SILU, biases=_NONE, table=True,
                  layers="h"),
+    Architecture("llama4", "llama4_text", NORMS | ATTENTION | _LLAMA_4, biases=_NONE, table=True, pattern=4,
+                 only=_SILU | {"attention_chunk_size": (8192,), "attn_temperature_tuning": (True,),
+                       "floor_scale": (8192,), "attn_scale": (0.1,)}, unnormed=128, dense_width="intermediate_size_mlp",
+                 counts=_CHOSEN | {"expert_count": "num_local_experts", EVERY: EVERY},
+                 widths=dict.fromkeys(_WIDTH, "intermediate_size"), halves={
+                 "feed_forward.experts.gate_up_proj.weight": (
+                 "feed_forward.experts.gate_proj.weight", "feed_forward.experts.up_proj.weight")}),
+    Architecture("minicpm3", "minicpm3", NORMS | _LATENT_WHOLE | GATED, biases=_NONE, latent="whole", only=_SILU,
+                 factors={"model.embed_tokens": ("scale_emb/12",), OUTPUT: ("scale_depth/1.4",),
+                          "mlp.down_proj": ("scale_depth/1.4",), "lm_head": ("dim_model_base/256",)}),
+    Architecture("llama", "helium", only=_SILU, whole="heads"),
+    *(Architecture("granite_swa", each, LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True, only=_SILU,
+                   biases=_NONE, table=True, window="some", constants={"logit_scale": 1.0}, unsunk=True)
+      for each in ("cwm", "ministral")),
+    Architecture("granitemoe", "aria_text", NORMS | ATTENTION | SHARED_ALWAYS | {
+                 "mlp.router": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
+                 "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.fc2": "ffn_down_exps"}, neighbours=True, only=_SILU,
+                 biases=_NONE, table=True, constants={"logit_scale": 1.0}, widths={SHARED_WIDTH: ""},
+                 counts={"expert_count": "moe_num_experts", "expert_used_count": "moe_topk"},
+                 halves={"mlp.experts.fc1.weight": ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")}),
+    Architecture("glm4", "hyperclovax", NORMS | {"post_norm1": "post_attention_norm", "post_norm2": "post_ffw_norm"} |
+                 ATTENTION | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, neighbours=True, joined=True,
+                 only=_SILU | {"use_post_norm": (True,)}, biases=_INPUTS, factors={
+                 "model.embed_tokens": ("embedding_multiplier",), "lm_head": ("logits_scaling",),
+                 QUERY: ("attention_multiplier/scale",), "post_norm1": ("residual_multiplier",),
+                 "post_norm2": ("residual_multiplier",)}),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
+OTHERWISE = {
+    "phimoe": "llama.cpp divides by the root mean square where transformers has LayerNorm, and the weights of a "
+    "token's experts sum to 1 there, where each is about 1 in transformers"
+}
+"""Family that an architecture of llama.cpp has the name of → what that computes otherwise."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}
 """Keys of config.json that say how many experts the mixtures here have."""
 

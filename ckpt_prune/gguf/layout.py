@@ -17,10 +17,13 @@ from ckpt_prune.gguf.architectures import (
     ATTENTION,
     DELTA_HEADS,
     DIFFERENT,
+    EVERY,
     GATED,
     KEY,
+    OTHERWISE,
     OUTPUT,
     QUERY,
+    SHARED_WIDTH,
     VALUE,
     Architecture,
 )
@@ -35,6 +38,8 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_NO_SINK = -1e30
+"""A sink whose share of attention is 0."""
 _TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
@@ -303,6 +308,24 @@ class GgufSource:
 
         return replace(self, blocks=tuple(map(complete, self.blocks, self.shapes, self.head_dims)))
 
+    def with_sinks(self) -> "GgufSource":
+        """Return the same with a sink for each head, by which attention loses nothing."""
+
+        def complete(block: Block, shape: BlockShape) -> Block:
+            sinks = partial(torch.full, (shape.heads,), _NO_SINK)
+            return {**block, "self_attn.sinks": GgufWeight((shape.heads,), sinks)}
+
+        return replace(self, blocks=tuple(map(complete, self.blocks, self.shapes)))
+
+    def join_gates(self) -> "GgufSource":
+        """Return the same with the rows of gate and of up as one tensor."""
+
+        def join(block: Block) -> Block:
+            others = {name: weight for name, weight in block.items() if name not in _GATES}
+            return {**others, _FUSED_GATES: GgufWeight.join([block[name] for name in _GATES], 0)}
+
+        return replace(self, blocks=tuple(map(join, self.blocks)))
+
     def split(self) -> "GgufSource":
         """Return the same with fused projections as several tensors."""
 
@@ -360,9 +383,11 @@ class GgufSource:
         """Return the same with factors of config.json multiplied into its weights."""
 
         def factor(key: str) -> float:
+            key, _, theirs = key.partition("/")
             name, _, place = key.partition(".")
             value = getattr(self.model.config, name)
-            return float(value[int(place)] if place else value)
+            divisor = self.head_dim**-0.5 if theirs == "scale" else float(theirs or 1)
+            return float(value[int(place)] if place else value) / divisor
 
         factors = {module: math.prod(map(factor, keys)) for module, keys in architecture.factors.items()}
         if self.tied:
@@ -453,6 +478,8 @@ def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] |
     source = GgufSource.of(model, read)
     if not source.candidates:
         model_type = model.checkpoint.config["model_type"]
+        if model_type in OTHERWISE:
+            raise CannotMapError(f"{model_type} is not written as GGUF: {OTHERWISE[model_type]}")
         supported = ", ".join(sorted({each.model_type for each in ARCHITECTURES}))
         raise CannotMapError(f"{model_type} is not written as GGUF; these are: {supported}")
     reasons: list[str] = []
@@ -476,18 +503,22 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         notes.append("block 0 has no attention, and gets one head of zeros: llama.cpp wants one in the first block")
     if architecture.owners:
         source = source.with_unread_keys()
+    if architecture.unsunk:
+        source = source.with_sinks()
     source, filled = _fill_up(source, architecture, kind)
     notes += filled
     if DELTA_HEADS in architecture.counts:
         source = source.order_delta_heads(architecture)
     if architecture.state_space:
         source = source.shape_state_spaces(architecture)
-    if architecture.latent:
+    if architecture.latent == "apart":
         blocks = (
             split_latent(block, shape.heads, source.head_dim)
             for block, shape in zip(source.blocks, source.shapes, strict=True)
         )
         source = replace(source, blocks=tuple(blocks))
+    if architecture.joined:
+        source = source.join_gates()
     if architecture.factors:
         source = source.absorb_factors(architecture)
     if architecture.differs:
@@ -548,7 +579,9 @@ def _round_up(shape: BlockShape, shared_experts: int) -> BlockShape:
 def _shared_experts(source: GgufSource, architecture: Architecture) -> int:
     """Return how many shared experts of a block are as wide as any other; 0 if they have a width of their own."""
     count = architecture.counts.get("expert_shared_count")
-    return 0 if count is None else int(source.value(count) or 0)
+    if count is None:  # one, whose width no key says
+        return int("ffn_down_shexp" in architecture.block.values() and SHARED_WIDTH not in architecture.widths)
+    return int(source.value(count) or 0)
 
 
 def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape, ...]:
@@ -600,6 +633,13 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
     for key, name in architecture.values.items():
         if source.value(name) is None and architecture.absent.get(key) is not None:
             raise CannotMapError(f"it always computes {name}, and config.json has none")
+    if architecture.unnormed and source.value("use_qk_norm") != (
+        normed := source.count(architecture.counts["expert_count"]) != architecture.unnormed
+    ):
+        raise CannotMapError(
+            f"queries and keys are normed in models without {architecture.unnormed} experts, and not in those with "
+            f"{architecture.unnormed}, and use_qk_norm of config.json is {not normed}"
+        )
     if architecture.name == "openelm" and not source.tied:
         raise CannotMapError("its head is its embedding, and this one has a head of its own")
     full = _sees_all(source) if architecture.window in ("some", "pattern") else []
@@ -613,6 +653,10 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
             raise CannotMapError(
                 f"every {architecture.pattern}th of its blocks has no rotary positions, and here others have"
             )
+        if "attention_chunk_size" in architecture.only and last != [
+            each == "full_attention" for each in source.value("layer_types")
+        ]:
+            raise CannotMapError("its blocks without rotary positions see all tokens, and no others do")
 
 
 def _check_attention(source: GgufSource, architecture: Architecture) -> None:
@@ -667,11 +711,23 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
     if found != {wanted}:
         others = ", ".join(map(str, sorted(found - {wanted}))) or "none"
         raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {others}")
-    first = next(index for index, shape in enumerate(source.shapes) if shape.experts) if architecture.leading else 0
+    if EVERY in architecture.counts:
+        every, has = _first_experts(source) + 1, [shape.experts for shape in source.shapes]
+        if has != [(index + 1) % every == 0 for index in range(len(has))]:
+            raise CannotMapError(
+                f"its blocks with experts are the last of every {every}, as the first of them is, and here others"
+            )
+        return
+    first = _first_experts(source) if architecture.leading else 0
     behind = [(index, shape) for index, shape in enumerate(source.shapes) if index >= first and shape.columns]
     if without := [index for index, shape in behind if not shape.experts]:
         which = " behind the first with experts" if architecture.leading else " with an MLP" * architecture.single
         raise CannotMapError(f"all of its blocks{which} have experts, and here block {without[0]} has none")
+
+
+def _first_experts(source: GgufSource) -> int:
+    """Return the first block that has experts."""
+    return next(index for index, shape in enumerate(source.shapes) if shape.experts)
 
 
 def _sees_all(source: GgufSource) -> list[bool]:
@@ -699,7 +755,7 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "vocab_size": source.outer[f"{architecture.embedding}.weight"].shape[0],
     }
     if architecture.latent:
-        values |= _latents(source)
+        values |= _latents(source, architecture)
     if source.model.checkpoint.within is not None and architecture.wholes:
         images = source.model.checkpoint.within.whole.config.get("vision_config") or {}
         values["n_deepstack_layers"] = len(images.get("deepstack_visual_indexes") or ())
@@ -743,6 +799,8 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     values |= {key: widths[key] for key in architecture.widths if key in widths}
     if architecture.hybrid == "interval":
         values |= _intervals([shape.heads > 0 for shape in shapes])
+    if EVERY in architecture.counts:
+        values[EVERY] = _first_experts(source) + 1
     if DELTA_HEADS in architecture.counts:
         values["ssm.inner_size"] = values[DELTA_HEADS] * values["ssm.state_size"]
     if architecture.state_space:
@@ -757,10 +815,16 @@ _WITHOUT_LATENT_QUERIES = (26, 27)
 """Numbers of blocks of models whose queries are made of no latent vector: llama.cpp knows them by these."""
 
 
-def _latents(source: GgufSource) -> dict[str, Any]:
-    """Return the widths of latent vectors and of heads that are made of them: to llama.cpp they are one wide head."""
+def _latents(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
+    """Return the widths of latent vectors and of heads that are made of them.
+
+    To llama.cpp they are one wide head where what makes keys is multiplied into queries.
+    """
     rank, rotated, others = (source.count(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
     queries = source.value("q_lora_rank") or 0
+    if architecture.latent == "whole":
+        ranks = {"attention.q_lora_rank": int(queries), "attention.kv_lora_rank": rank}
+        return ranks | {"attention.key_length": others + rotated}
     if queries and len(source.blocks) in _WITHOUT_LATENT_QUERIES:
         raise CannotMapError(
             f"models of {len(source.blocks)} blocks have queries without a latent vector there, and here they have one"
@@ -850,7 +914,7 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
             values.pop("rope.scaling.attn_factor", None)
     elif kind == "llama3" and architecture.table:
         tables["rope_freqs"] = llama3_divisors(parameters, rotated)
-    elif kind == "longrope" and architecture.name == "phi3":
+    elif kind == "longrope" and architecture.name in ("phi3", "minicpm3"):
         original = int(_number({_ORIGINAL: parameters.get(_ORIGINAL) or source.value(_ORIGINAL)}, _ORIGINAL))
         scale = max(1.0, int(source.value("max_position_embeddings")) / original)
         values["rope.scaling.original_context_length"] = original

@@ -220,7 +220,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     rows = file.tensors.get("token_embd.weight")
     if rows is None or len(rows.shape) != 2:
         raise UserError(f"{file.path}: there is no token_embd.weight; download it again")
-    latent = _latents(keys) if architecture.latent else {}
+    latent = _latents(keys, architecture) if architecture.latent else {}
     head_dim = latent.get("qk_rope_head_dim") or keys.number("attention.key_length", hidden // heads, least=2)
     if not latent and keys.number("attention.value_length", hidden // heads) != head_dim:
         raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
@@ -262,6 +262,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config["attention_multiplier"] = head_dim**-0.5
     if architecture.switch:
         config[architecture.switch] = "rope" if keys.flag("rope.scaling.finetuned", True) else "nope"
+    if architecture.unnormed:
+        config["use_qk_norm"] = keys.number("expert_count") != architecture.unnormed
     if architecture.large:
         config["query_pre_attn_scalar"] = architecture.query_scalar(blocks, hidden, heads, head_dim)
     _add_counts(keys, architecture, config)
@@ -276,6 +278,10 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.name == "granite":
         neutral["rope.scaling.finetuned"] = (True,)
+    if "attention_chunk_size" in architecture.only:  # of other sizes, which an absent key means, there are none
+        neutral["attention.sliding_window"] = architecture.only["attention_chunk_size"]
+        neutral["attention.sliding_window_pattern"] = (architecture.pattern,)
+        neutral["rope.freq_base_swa"] = (config["rope_parameters"]["rope_theta"],)
     if architecture.sections:
         keys.take("rope.dimension_sections")  # which rotary pairs are of what: in a text all are alike
     if architecture.experts:
@@ -286,9 +292,19 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return config
 
 
-def _latents(keys: Keys) -> dict[str, Any]:
+def _latents(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     """Widths of latent vectors, and of heads that are made of them."""
     rank, rotated = keys.number("attention.kv_lora_rank"), keys.number("rope.dimension_count")
+    if architecture.latent == "whole":
+        heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
+        return {
+            "q_lora_rank": keys.number("attention.q_lora_rank"),
+            "kv_lora_rank": rank,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": keys.number("attention.key_length", least=rotated + 1) - rotated,
+            "v_head_dim": keys.number("attention.value_length", hidden // heads),
+            "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        }
     wide = {"head_count_kv": 1, "key_length": rank + rotated, "value_length": rank}
     for key, expected in wide.items():
         if keys.number(f"attention.{key}") != expected:
@@ -575,7 +591,10 @@ def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str
         yield name, weight
     elif bare in names.shapes:
         owner = names.model.get_submodule(names.parameters(bare)[0].rpartition(".")[0])
-        is_turned = kind == "weight" and getattr(owner, "is_transposed", False)
+        shapes = [stack.shape for stack in owner.parameters() if stack.ndim == 3]
+        # Some classes do not say that they are: rows of the last are then half the columns of the first.
+        is_turned = getattr(owner, "is_transposed", False) or shapes[0][2] != shapes[-1][1]
+        is_turned = is_turned and kind == "weight"
         yield bare, weight.transpose() if is_turned else weight
     else:
         experts, _, linear = module.rpartition(".")

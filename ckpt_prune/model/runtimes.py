@@ -87,6 +87,8 @@ _LLAMA_CPP = (
     *("ministral3", "apertus", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "mellum", "hy_v3", "cohere2_moe"),
     *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo", "deepseek_v2", "deepseek_v3", "youtu"),
     *("glm4_moe_lite", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "phi", "glm", "granitemoe_swa", "exaone"),
+    *("llama4_text", "minicpm3", "helium", "cwm", "ministral", "apertus1p5_text", "sarvam_mla", "aria_text"),
+    *("hyperclovax",),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

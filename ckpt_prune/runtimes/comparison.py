@@ -141,6 +141,9 @@ def choose_positions(length: int) -> list[int]:
 def reference_logs(folder: Path, chosen: ProofWindows, *, trust: bool) -> Tensor:
     """Return log-probabilities by PyTorch, (windows, positions, vocabulary), float64."""
     model = load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    part = getattr(model, "language_model", None)
+    if hasattr(part, "lm_head"):  # a Llama 4; transformers 5.24 fails where it puts together what the whole returns
+        model = part
     places = [position - 1 for position in chosen.positions]
     with torch.inference_mode():
         return torch.stack(

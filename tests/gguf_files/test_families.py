@@ -72,6 +72,16 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+LLAMA_4 = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "head_dim": 16,
+}
+FEW = {"num_hidden_layers": 2}
 AFMOE = MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}
 PARTLY = ["full_attention", "sliding_attention"] * 3
 MIXED_KINDS = {"layers_block_type": ["full_attention", "moe", "linear_attention", "moe", "mlp", "linear_attention"]}
@@ -222,6 +232,15 @@ FAMILIES = {
     "glm": ("glm", {"head_dim": 8, "rope_parameters": HALF}),
     "granitemoe_swa": ("granitemoe_swa", MIXTURE | GRANITE | {"num_local_experts": 5, "sliding_window": 20}),
     "exaone": ("exaone", {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
+    "llama4_text": ("llama4_text", LLAMA_4),
+    "minicpm3": ("minicpm3", FEW | LATENT | {"scale_emb": 5, "scale_depth": 2.0, "dim_model_base": 16}),
+    "helium": ("helium", FEW | {"head_dim": 8}),
+    "cwm": ("cwm", FEW | {"sliding_window": 20, "head_dim": 16}),
+    "ministral": ("ministral", FEW | {"sliding_window": 20, "head_dim": 16}),
+    "apertus1p5_text": ("apertus1p5_text", FEW),
+    "sarvam_mla": ("sarvam_mla", FEW | ROUTED | LATENT),
+    "aria_text": ("aria_text", FEW | {"moe_num_experts": 5, "moe_topk": 2}),
+    "hyperclovax": ("hyperclovax", FEW | GRANITE | {"head_dim": 16, "tie_word_embeddings": True}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -282,6 +301,22 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             "models of 26 blocks have queries without a latent",
         ),
         ("glm", {"head_dim": 16}, "its heads are together as wide as the model, and here they are wider"),
+        (
+            "llama4_text",
+            LLAMA_4 | {"use_qk_norm": False},
+            "normed in models without 128 experts, and not in those with",
+        ),
+        (
+            "llama4_text",
+            LLAMA_4 | {"moe_layers": [0, 3]},
+            "blocks with experts are the last of every 1, as the first of",
+        ),
+        (
+            "llama4_text",
+            LLAMA_4 | {"layer_types": ["full_attention"] * 4},
+            "without rotary positions see all tokens, and",
+        ),
+        ("phimoe", MIXTURE | {"num_local_experts": 5}, "phimoe is not written as GGUF: llama.cpp divides by the root"),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4] * 3}, "blocks with rotary positions have one base, and here"),
         (
             "ministral3",
@@ -403,6 +438,19 @@ def test_parts_of_models_whose_positions_are_of_images_too_keep_them(model_type,
     ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", proof=False)
     read = json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
     assert model_type.startswith(read)
+
+
+def test_of_a_llama_4_with_its_tower_the_text_part_is_run(tmp_path):
+    """Transformers 5.24 cannot put together what the whole returns."""
+    sees = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sees |= {"image_size": 8, "patch_size": 4, "vision_output_dim": 16} | dict.fromkeys(
+        ("projector_input_dim", "projector_output_dim"), 16
+    )
+    parts = {"text_config": SIZES | LLAMA_4, "vision_config": sees, "tie_word_embeddings": False}
+    folder = save(tmp_path / "model", "llama4", AutoModelForImageTextToText, **parts)
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.architecture == "llama4"
+    assert exported.proof.kl < 1e-5
 
 
 def test_all_architectures_are_run():

@@ -57,6 +57,10 @@ CHANGED = {
         {"expert_gating_func": 1, "expert_weights_norm": True, "expert_group_count": 1, "expert_weights_scale": 0.0},
     ),
     "shared experts": ("glm4_moe", {"n_shared_experts": 2}, {}),
+    "factors in weights": ("minicpm3", {}, {"attention.head_count_kv": None}),
+    "no sinks": ("cwm", {}, {}),
+    "halves": ("hyperclovax", {}, {}),
+    "other names": ("aria_text", {}, {}),
 }
 """Name → a family, changes to its config, and keys of its file: a value, or None for one that is taken away."""
 
@@ -93,6 +97,7 @@ REFUSED = {
     "many experts": ("qwen3_moe", {}, {"expert_count": 2**20}, "and llama.cpp takes 512 at most"),
     "other experts": ("qwen3_moe", {}, {"expert_count": 4}, "exps.weight has 5 experts, and others have not"),
     "no attention": ("lfm2", {}, {"attention.head_count_kv": [0] * 6}, "attention.head_count_kv has other blocks"),
+    "no chunks": ("llama4_text", {}, {"attention.sliding_window": 0}, "sliding_window is '0', and no class"),
     "another scale": ("llama", {}, {"attention.scale": 0.5}, "attention.scale is '0.5', and no class"),
     "a scaled table": ("llama-llama3", {}, {"rope.scaling.factor": 2.0}, "is missing, a way to scale rotary"),
     "a part of a head": ("llama", {}, {"rope.dimension_count": 4}, "rope.dimension_count is '4', and llama rotates"),

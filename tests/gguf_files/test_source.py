@@ -36,7 +36,8 @@ UNREAD = {
         "gemma4_unified_text",
     ),  # keys of others
     *("gemma2-scale", "gemma3-scale"),  # the scale is in other weights, which compute the same
-    *("falcon_h1-factors", "falcon_h1-tied"),  # and so are these factors
+    *("falcon_h1-factors", "falcon_h1-tied", "minicpm3"),  # and so are these factors
+    *("helium", "cwm", "ministral", "aria_text", "hyperclovax"),  # another class computes it
 }
 TOKENS = torch.randint(2, 2048, (1, 48), generator=torch.Generator().manual_seed(5))
 
