@@ -157,6 +157,31 @@ def mamba_2(module: str) -> dict[str, str]:
     return {f"{module}.{name}": tensor for name, tensor in (weights | others).items()}
 
 
+MAMBA_1 = {
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "x_proj": "ssm_x",
+    "dt_proj": "ssm_dt",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "out_proj": "ssm_out",
+}
+"""Modules of a Mamba of the first kind, which is a module of its block."""
+KDA = {
+    "self_attn.q_conv1d": "ssm_conv1d_q",
+    "self_attn.k_conv1d": "ssm_conv1d_k",
+    "self_attn.v_conv1d": "ssm_conv1d_v",
+    "self_attn.f_a_proj": "ssm_f_a",
+    "self_attn.f_b_proj": "ssm_f_b",
+    "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.o_norm": "ssm_norm",
+}
+"""Linear attention with a decay for each channel of its keys, beside projections of queries, keys, values, outputs."""
+
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
 
@@ -200,7 +225,8 @@ class Architecture:
         factors: module → keys of config.json with what its weights are multiplied by; behind a dot the place in a list,
             behind a stroke what llama.cpp itself multiplies by: a number, or "scale" for that of attention.
         row_factors: key of config.json with a factor for each part of what the input projection of Mamba 2 makes.
-        single: a block is attention, Mamba 2, an MLP, or experts, and nothing else.
+        single: a block is attention, Mamba, an MLP, or experts, and nothing else.
+        periods: config.json says by a period and an offset which blocks have attention, and which experts.
         unrotated: there are no rotary positions.
         switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
         gated: queries come with a gate, head by head in one module.
@@ -253,6 +279,7 @@ class Architecture:
     factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     row_factors: str = ""
     single: bool = False
+    periods: bool = False
     unrotated: bool = False
     switch: str = ""
     gated: bool = False
@@ -284,6 +311,16 @@ class Architecture:
         """Whether it is a mixture of experts."""
         return "expert_count" in self.counts
 
+    @property
+    def delta_heads(self) -> bool:
+        """Whether heads of linear attention come in groups, which have orders of their own."""
+        return "ssm.group_count" in self.counts
+
+    @property
+    def channels(self) -> bool:
+        """Whether it has Mamba of the first kind, whose channels have states of their own."""
+        return "ssm_x" in self.block.values()
+
     def added_to(self, tensor: str) -> int:
         """Return what is added to a tensor: `norm_offset` to norms, but for those of linear attention."""
         is_norm = tensor.endswith("norm.weight") and not tensor.startswith("linear_attn.")
@@ -313,7 +350,9 @@ _SOFTCAPS = {
 }
 
 DELTA_HEADS = "ssm.time_step_rank"
-"""Key of the heads of values of a gated delta net."""
+"""Key of the heads of values of a gated delta net; of the rank of time steps in Mamba of the first kind."""
+KDA_ROWS = "kda.head_dim"
+"""Key of the rows of a head of linear attention with a decay for each channel."""
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 EVERY = "interleave_moe_layer_step"
 """Key that says how often a block has experts, if not all have: the last of every so many."""
@@ -404,6 +443,15 @@ _LLAMA_4 = {module.replace("mlp", "feed_forward"): tensor for module, tensor in 
 _XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")}
 _UNTIED: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,)}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
+
+_JAMBA = (
+    NORMS
+    | ATTENTION
+    | {f"mamba.{module}": tensor for module, tensor in MAMBA_1.items()}
+    | {f"mamba.{name}_layernorm": f"ssm_{name}_norm" for name in ("dt", "b", "c")}
+    | {module.replace("mlp", "feed_forward"): tensor for module, tensor in (GATED | EXPERTS).items()}
+    | {"pre_ff_layernorm": "ffn_norm", "feed_forward.router": "ffn_gate_inp"}
+)
 
 
 def _granite_4(name: str, names: Mapping[str, str], **mixture: Any) -> Architecture:
@@ -682,6 +730,22 @@ ARCHITECTURES = (
                  window="some", bases="layer_rope_theta", counts=_CHOSEN | {"expert_count": "num_local_experts"},
                  halves={"block_sparse_moe.experts.gate_up_proj.weight": (
                  "block_sparse_moe.experts.gate_proj.weight", "block_sparse_moe.experts.up_proj.weight")}),
+    *(Architecture("jamba", "jamba", _JAMBA, {"model.embed_tokens": "token_embd",
+                   "model.final_layernorm": "output_norm", "lm_head": "output"}, periods=True, hybrid="kv_heads",
+                   biases=frozenset({"mamba.conv1d", "mamba.dt_proj"}), unrotated=True, whole="heads",
+                   counts=experts | {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+                   DELTA_HEADS: "mamba_dt_rank"}, only=_SILU | {
+                   "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,)})
+      for experts in ({}, _CHOSEN)),
+    Architecture("kimi-linear", "kimi_linear", NORMS | LATENT | ATTENTION | KDA | GATED | MIXTRAL | {
+                 module.replace("mlp", "block_sparse_moe"): tensor
+                 for module, tensor in (GATED | SHARED_ALWAYS).items()} | {
+                 "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, latent="apart",
+                 hybrid="kv_heads", unrotated=True, leading="mlp_layer_types", values=_SCALED,
+                 only=_SILU | _UNTIED | {"norm_topk_prob": (True,), "q_lora_rank": (None,)},
+                 widths=_WIDTH, constants=_SIGMOID, counts=_CHOSEN | _GROUPS | {
+                 "expert_shared_count": "num_shared_experts", "ssm.conv_kernel": "linear_conv_kernel_dim",
+                 KDA_ROWS: "linear_head_dim"}),
     Architecture("exaone", "exaone", {"ln_1": "attn_norm", "ln_2": "ffn_norm", "mlp.c_fc_0": "ffn_gate",
                  "mlp.c_fc_1": "ffn_up", "mlp.c_proj": "ffn_down", "attn.attention.q_proj": "attn_q",
                  "attn.attention.k_proj": "attn_k", "attn.attention.v_proj": "attn_v",

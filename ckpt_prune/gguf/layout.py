@@ -19,6 +19,7 @@ from ckpt_prune.gguf.architectures import (
     DIFFERENT,
     EVERY,
     GATED,
+    KDA_ROWS,
     KEY,
     OTHERWISE,
     OUTPUT,
@@ -129,8 +130,8 @@ class GgufSource:
 
     def value(self, key: str) -> Any:
         """Return a value of config.json that all blocks share, or the default of its class."""
-        config = self.model.checkpoint.config
-        return config[key] if key in config else getattr(self.model.config, key, None)
+        stated = self.model.checkpoint.config.get(key, "auto")
+        return getattr(self.model.config, key, None) if stated == "auto" else stated
 
     def count(self, key: str) -> int:
         """Return a whole number of config.json, which may be stated of each block.
@@ -209,6 +210,8 @@ class GgufSource:
     def _shape(self, index: int, block: Block) -> BlockShape:
         routed, dense = self.find(block, "ffn_down_exps"), self.find(block, "ffn_down")
         down, output = routed or dense, self.find(block, "attn_output")
+        if self.is_latent and self.find(block, "attn_kv_a_mqa") is None:
+            output = None  # it is of linear attention
         shared = self.find(block, "ffn_down_shexp") or (dense if routed else None)
         experts = routed is not None, 0 if shared is None else shared.shape[1]
         single = any(each.single for each in self.candidates)
@@ -249,7 +252,9 @@ class GgufSource:
         """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
         for index, shape in enumerate(self.shapes):
             heads = self.stated.get(index, {}).get("num_attention_heads", self.value("num_attention_heads"))
-            if self.find(self.blocks[index], "attn_output") is not None and shape.heads != heads:
+            block = self.blocks[index]
+            attends = self.find(block, "attn_output") is not None and (shape.heads or not self.is_recurrent(block))
+            if attends and shape.heads != heads:
                 raise self._other_heads(index)
 
     def _other_heads(self, index: int) -> CannotMapError:
@@ -507,7 +512,7 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         source = source.with_sinks()
     source, filled = _fill_up(source, architecture, kind)
     notes += filled
-    if DELTA_HEADS in architecture.counts:
+    if architecture.delta_heads:
         source = source.order_delta_heads(architecture)
     if architecture.state_space:
         source = source.shape_state_spaces(architecture)
@@ -602,6 +607,8 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
         kv_heads = max(kv_heads, wanted // group)
     shared = max(shape.shared for shape in shapes)
     columns = {each.experts: max(other.columns for other in shapes if other.experts == each.experts) for each in shapes}
+    if architecture.periods:  # one key says how wide experts and MLPs are
+        columns = dict.fromkeys(columns, max(columns.values()))
     if (times := _shared_experts(source, architecture)) and shared:
         columns[True] = max(columns[True], -(-shared // times))
         shared = columns[True] * times
@@ -671,6 +678,11 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
     if architecture.shares:
         _check_sharing(source, architecture)
+    if KDA_ROWS in architecture.counts and source.value("linear_num_heads") != source.value("num_attention_heads"):
+        raise CannotMapError(
+            "its linear attention has as many heads as its attention, and here they are "
+            f"{source.value('linear_num_heads')} and {source.value('num_attention_heads')}"
+        )
     if architecture.hybrid and not (attending and any(map(source.is_recurrent, source.blocks))):
         raise CannotMapError("some of its blocks have attention and some another mixer, and here all are alike")
     if architecture.state_space and (reason := reason_against(source.model.config)) is not None:
@@ -711,6 +723,8 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
     if found != {wanted}:
         others = ", ".join(map(str, sorted(found - {wanted}))) or "none"
         raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {others}")
+    if architecture.periods:  # llama.cpp looks which blocks have experts
+        return
     if EVERY in architecture.counts:
         every, has = _first_experts(source) + 1, [shape.experts for shape in source.shapes]
         if has != [(index + 1) % every == 0 for index in range(len(has))]:
@@ -801,11 +815,10 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
         values |= _intervals([shape.heads > 0 for shape in shapes])
     if EVERY in architecture.counts:
         values[EVERY] = _first_experts(source) + 1
-    if DELTA_HEADS in architecture.counts:
-        values["ssm.inner_size"] = values[DELTA_HEADS] * values["ssm.state_size"]
     if architecture.state_space:
         values |= {key: int(source.value(name)) for key, name in architecture.state_space.stored.items()}
-        values["ssm.inner_size"] = source.state_space.columns
+    if of_states := [found for block in source.blocks if (found := source.find(block, "ssm_out")) is not None]:
+        values["ssm.inner_size"] = of_states[0].shape[1]
     if architecture.leading:
         values["leading_dense_block_count"] = sum(not shape.experts for shape in shapes)
     return values
@@ -825,12 +838,13 @@ def _latents(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     if architecture.latent == "whole":
         ranks = {"attention.q_lora_rank": int(queries), "attention.kv_lora_rank": rank}
         return ranks | {"attention.key_length": others + rotated}
-    if queries and len(source.blocks) in _WITHOUT_LATENT_QUERIES:
+    if queries and not architecture.hybrid and len(source.blocks) in _WITHOUT_LATENT_QUERIES:
         raise CannotMapError(
             f"models of {len(source.blocks)} blocks have queries without a latent vector there, and here they have one"
         )
     return {
-        "attention.head_count_kv": 1,
+        "attention.head_count_kv": [int(shape.heads > 0) for shape in source.shapes] if architecture.hybrid else 1,
+        "rope.dimension_count": rotated,
         "attention.q_lora_rank": int(queries),
         "attention.kv_lora_rank": rank,
         "attention.key_length": rank + rotated,

@@ -21,7 +21,15 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.conversion.stock_checkpoint import Compare, NewTensor, StockCheckpoint
-from ckpt_prune.gguf.architectures import ARCHITECTURES, DELTA_HEADS, DIFFERENT, KEY, QUERY, SHARED_WIDTH, Architecture
+from ckpt_prune.gguf.architectures import (
+    ARCHITECTURES,
+    DIFFERENT,
+    KDA_ROWS,
+    KEY,
+    QUERY,
+    SHARED_WIDTH,
+    Architecture,
+)
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import llama3_divisors
@@ -189,9 +197,8 @@ def _architecture(file: GgufFile) -> Architecture:
     if name == "openelm":
         raise UserError(f"{file.path}: openelm is not converted; prune the checkpoint that the file was made from")
     # An OLMo 3 is an olmo2 with windows, a Mixtral a llama with experts, a Granite 4 a granite without positions.
-    windows, experts, shared = (
-        bool(file.values.get(f"{name}.{key}")) for key in ("attention.sliding_window", "expert_count", SHARED_WIDTH)
-    )
+    windows, shared = (bool(file.values.get(f"{name}.{key}")) for key in ("attention.sliding_window", SHARED_WIDTH))
+    experts = any("_exps." in tensor for tensor in file.tensors)
 
     unrotated = file.values.get(f"{name}.rope.scaling.finetuned") is False
 
@@ -244,8 +251,11 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         keys.others("rope.")
     if architecture.single:
         config |= _kinds(keys, blocks, "moe" if architecture.experts else "mlp")
+    elif architecture.periods:
+        config |= _periods(file, keys, blocks)
     elif architecture.hybrid == "kv_heads":
-        config |= _mixers(keys, blocks, "linear_attention" if architecture.state_space else "conv")
+        config |= _mixers(keys, blocks, "conv" if "shortconv.l_cache" in architecture.counts else "linear_attention")
+        config |= {"num_key_value_heads": heads} if latent else {}
     elif not latent:
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
     if architecture.hybrid == "interval":
@@ -276,6 +286,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "rope.dimension_count_swa": (rotated,),
         "embedding_length_out": (0, hidden),
     }
+    if architecture.periods:
+        neutral["expert_count"] = (0, 1)
     if architecture.name == "granite":
         neutral["rope.scaling.finetuned"] = (True,)
     if "attention_chunk_size" in architecture.only:  # of other sizes, which an absent key means, there are none
@@ -305,9 +317,10 @@ def _latents(keys: Keys, architecture: Architecture) -> dict[str, Any]:
             "v_head_dim": keys.number("attention.value_length", hidden // heads),
             "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         }
-    wide = {"head_count_kv": 1, "key_length": rank + rotated, "value_length": rank}
+    hybrid = bool(architecture.hybrid)
+    wide = {"key_length": rank + rotated, "value_length": rank} | ({} if hybrid else {"head_count_kv": 1})
     for key, expected in wide.items():
-        if keys.number(f"attention.{key}") != expected:
+        if keys.number(f"attention.{key}", expected if hybrid else None) != expected:
             raise keys.refuse(f"attention.{key}", f"and made of a latent vector it is {expected}: convert it anew")
     return {
         "q_lora_rank": keys.number("attention.q_lora_rank", 0, least=0) or None,
@@ -326,6 +339,22 @@ def _mixers(keys: Keys, blocks: int, other: str) -> dict[str, Any]:
         "layer_types": ["full_attention" if count else other for count in counts],
         **({"block_auto_adjust_ff_dim": False} if other == "conv" else {}),
     }
+
+
+def _periods(file: GgufFile, keys: Keys, blocks: int) -> dict[str, Any]:
+    """Which blocks have attention, those with heads of keys and values, and which have experts, by their tensors."""
+    counts = _some_blocks(keys, "attention.head_count_kv", blocks)
+    config: dict[str, Any] = {"num_key_value_heads": max(counts)}
+    has_experts = [f"blk.{index}.ffn_down_exps.weight" in file.tensors for index in range(blocks)]
+    for name, what, chosen in (("attn", "attention", list(map(bool, counts))), ("expert", "experts", has_experts)):
+        every = ((period, offset) for period in range(1, blocks + 2) for offset in range(period))
+        for period, offset in every:
+            if chosen == [index % period == offset for index in range(blocks)]:
+                config |= {f"{name}_layer_period": period, f"{name}_layer_offset": offset}
+                break
+        else:
+            raise UserError(f"{file.path}: its blocks with {what} come at no period, as config.json would state it")
+    return config
 
 
 def _kinds(keys: Keys, blocks: int, columns: str) -> dict[str, Any]:
@@ -370,11 +399,15 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
             raise keys.refuse(key, f"and llama.cpp takes {_MOST_EXPERTS} at most; download it again")
         if target:
             config[target] = value
-    if DELTA_HEADS in architecture.counts:
+    if architecture.delta_heads:
         heads, size = _delta_heads(config), keys.number("ssm.inner_size")
         if heads.values % heads.keys or heads.values * heads.rows != size:
             raise keys.refuse("ssm.inner_size", f"not {heads.values} heads of {heads.rows}; download it again")
         config["linear_value_head_dim"] = heads.rows
+    if architecture.channels and keys.number("ssm.inner_size") != 2 * config["hidden_size"]:
+        raise keys.refuse("ssm.inner_size", f"and llama.cpp computes {2 * config['hidden_size']} alone")
+    if KDA_ROWS in architecture.counts:
+        config["linear_num_heads"] = config["num_attention_heads"]
     if architecture.state_space:
         for key, target in architecture.state_space.stored.items():
             config[target] = keys.number(key)
@@ -571,7 +604,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
         start = f"{layers}.{inside['block']}." if inside else ""
         found.setdefault(start, {})[tensor] = weight.plus(-architecture.added_to(tensor))
     orders = order_of_halves(architecture)
-    if DELTA_HEADS in architecture.counts:
+    if architecture.delta_heads:
         orders += order_of_heads(architecture, _delta_heads(config))
     for start, block in found.items():
         try:

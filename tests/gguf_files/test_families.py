@@ -100,6 +100,21 @@ MULTIPLIERS = {
     **{f"{kind}_multiplier": 1.2 for kind in ("attention_out", "ssm_in")},
     "ssm_multipliers": [0.5, 1.3, 0.8, 1.1, 2.0],
 }
+JAMBA = {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 12}
+KIMI = (
+    MIXTURE
+    | LATENT
+    | {
+        "q_lora_rank": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 6,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "linear_head_dim": 6,
+        "linear_num_heads": 4,
+    }
+)
 WINDOWS = ["sliding_attention", "full_attention"] * 3
 NANO = WINDOWED | {"vocab_size_per_layer_input": 2000, "intermediate_size": 4096}
 """A Gemma 3n. llama.cpp divides by one column less where it looks for the largest, so that there must be many."""
@@ -241,6 +256,9 @@ FAMILIES = {
     "sarvam_mla": ("sarvam_mla", FEW | ROUTED | LATENT),
     "aria_text": ("aria_text", FEW | {"moe_num_experts": 5, "moe_topk": 2}),
     "hyperclovax": ("hyperclovax", FEW | GRANITE | {"head_dim": 16, "tie_word_embeddings": True}),
+    "jamba": ("jamba", JAMBA | {"num_experts": 4}),
+    "jamba-dense": ("jamba", JAMBA | {"num_experts": 1, "mamba_dt_rank": 6, "tie_word_embeddings": True}),
+    "kimi_linear": ("kimi_linear", KIMI),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -361,6 +379,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             NEMOTRON_H | {"layers_block_type": ["full_attention", "mlp"]},
             "and some another mixer, and here",
         ),
+        ("kimi_linear", KIMI | {"linear_num_heads": 2}, "has as many heads as its attention, and here they are 2 and"),
         ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
     ],
 )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -163,16 +164,15 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
     divided = {"head": sizes.hidden // sizes.heads}
     alone = {"groups": sizes.heads}
     even = {"heads": 12, "groups": 2}  # some classes halve groups, or have twice as many in some blocks
-    for fills in (False, True):
+    for fills, keeps_lists in product((False, True), (True, False)):
         for changes in ({}, divided, alone, divided | alone, even):
             changed = replace(sizes, **changes)
-            for keeps_lists in (True, False):
-                small = _shrunk(full, vars(changed), keeps_lists)
-                if "num_attention_heads" in small and small.get("head_dim") is None:
-                    yield small | {"head_dim": changed.head}, changed  # many classes read it from a config
-                if fills:  # defaults that a published config states and the class does not
-                    small |= {key: fill_in(key, value, vars(changed)) for key, value in small.items()}
-                yield small, changed
+            small = _shrunk(full, vars(changed), keeps_lists)
+            if "num_attention_heads" in small and small.get("head_dim") is None:
+                yield small | {"head_dim": changed.head}, changed  # many classes read it from a config
+            if fills:  # defaults that a published config states and the class does not
+                small |= {key: fill_in(key, value, vars(changed)) for key, value in small.items()}
+            yield small, changed
 
 
 def _listed(value: Any) -> Any:
