@@ -248,6 +248,11 @@ class Architecture:
         shares: the last blocks may read keys and values that others made, and values may be the keys.
         owners: how many blocks have their own where others read them; 0: the file says it.
         sparse: so many of the first blocks keep the largest twentieth of their columns, for each token.
+        first: the exception of `pattern` is the first of every N.
+        apart: heads, of queries or of keys and values, may differ in number between blocks, and columns may not.
+        local: rotary positions of blocks with a window have a base of their own, or also other rows of heads ("rows").
+        value_rows: key of config.json with the rows of each head of values, if they are not those of keys.
+        indexers: key of config.json that says which blocks have an indexer of their own ("full"), if not all have.
         unsunk: the family has no sinks of attention, so that the file gets some that draw nothing.
         unnormed: with so many experts llama.cpp norms no queries and keys, and with others it does.
     """
@@ -298,6 +303,11 @@ class Architecture:
     shares: bool = False
     owners: int = 0
     sparse: int = 0
+    first: bool = False
+    apart: bool = False
+    local: Literal["", "base", "rows"] = ""
+    value_rows: str = ""
+    indexers: str = ""
     unsunk: bool = False
     unnormed: int = 0
 
@@ -356,6 +366,8 @@ KDA_ROWS = "kda.head_dim"
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 EVERY = "interleave_moe_layer_step"
 """Key that says how often a block has experts, if not all have: the last of every so many."""
+INDEXED = "attention.indexer.top_k"
+"""Key that says how many tokens another sees, which an indexer chooses."""
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _WIDTHS = _WIDTH | {SHARED_WIDTH: "shared_expert_intermediate_size"}
 _GRANITE = {
@@ -437,6 +449,18 @@ _LATENT_WHOLE = {
     module: tensor for module, tensor in LATENT.items() if tensor not in ("attn_q", "attn_k_b", "attn_v_b")
 }
 _LATENT_WHOLE["self_attn.kv_b_proj"] = "attn_kv_b"
+_SHARED_EXPERT = {module: tensor for module, tensor in SHARED.items() if module != "mlp.shared_expert_gate"}
+_INDEXER = {
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+}
+_INDEXER_COUNTS = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    INDEXED: "index_topk",
+}
 _LLAMA_4 = {module.replace("mlp", "feed_forward"): tensor for module, tensor in (GATED | EXPERTS | SHARED).items()} | {
     "feed_forward.router": "ffn_gate_inp"
 }
@@ -766,6 +790,23 @@ ARCHITECTURES = (
     *(Architecture("granite_swa", each, LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True, only=_SILU,
                    biases=_NONE, table=True, window="some", constants={"logit_scale": 1.0}, unsunk=True)
       for each in ("cwm", "ministral")),
+    *(Architecture(name, each, NORMS | LATENT | GATED | _ROUTED | _INDEXER, latent="apart", leading=_LEADING,
+                   biases=frozenset({"self_attn.indexer.k_norm"}), only=_SILU | {"norm_topk_prob": (True,)},
+                   values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS | _INDEXER_COUNTS, widths=_WIDTH,
+                   constants=_SIGMOID_SUM, indexers=indexers)
+      for name, each, indexers in (("deepseek32", "deepseek_v32", ""), ("glm-dsa", "glm_moe_dsa", "indexer_types"))),
+    Architecture("laguna", "laguna", LLAMA | HEAD_NORMS | EXPERTS | _SHARED_EXPERT | {"self_attn.g_proj": "attn_gate",
+                 "mlp.experts.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, window="any", pattern=4,
+                 first=True, apart=True, local="rows", partial=True, leading="mlp_layer_types", only=_SILU | {
+                 "moe_router_logit_softcapping": (0.0,), "moe_apply_router_weight_on_input": (False,)},
+                 values={"expert_weights_scale": "moe_routed_scaling_factor"}, counts=_CHOSEN, widths=_WIDTHS,
+                 constants=_SIGMOID_SUM),
+    Architecture("mimo2", "mimo_v2_flash", LLAMA | EXPERTS | {"self_attn.attention_sink_bias": "attn_sinks.weight",
+                 "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, window="some", apart=True,
+                 local="base", partial=True, leading="mlp_layer_types", value_rows="v_head_dim", only=_SILU | _UNTIED |
+                 _ONE_GROUP | {"norm_topk_prob": (True,), "routed_scaling_factor": (1.0,)},
+                 values={"attention.value_scale": "attention_value_scale"}, absent={"attention.value_scale": None},
+                 counts=_CHOSEN | {"expert_count": "n_routed_experts"}, widths=_WIDTH),
     Architecture("granitemoe", "aria_text", NORMS | ATTENTION | SHARED_ALWAYS | {
                  "mlp.router": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
                  "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.fc2": "ffn_down_exps"}, neighbours=True, only=_SILU,

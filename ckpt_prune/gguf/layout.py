@@ -19,6 +19,7 @@ from ckpt_prune.gguf.architectures import (
     DIFFERENT,
     EVERY,
     GATED,
+    INDEXED,
     KDA_ROWS,
     KEY,
     OTHERWISE,
@@ -44,6 +45,7 @@ _NO_SINK = -1e30
 _TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
+_PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | dict.fromkeys(
     ("attention_factor", "truncate", "mscale", "mscale_all_dim")
@@ -189,6 +191,12 @@ class GgufSource:
         return int(self.value("head_dim") or self.value("hidden_size") // self.value("num_attention_heads"))
 
     @cached_property
+    def value_dim(self) -> int | None:
+        """Rows of v per head, if they are not those of q and k."""
+        key = next((each.value_rows for each in self.candidates if each.value_rows), "")
+        return int(self.value(key)) if key else None
+
+    @cached_property
     def stated(self) -> dict[int, Mapping[str, Any]]:
         """Block → what config.json, or its class, says of it alone."""
         both = (self.model.config.to_dict(), self.model.checkpoint.config)
@@ -226,7 +234,8 @@ class GgufSource:
                 or f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
             )
         dim, fused = self.head_dims[index], block.get(_FUSED_ATTENTION)
-        heads = output.shape[1] // dim
+        value_dim = self.value_dim or dim
+        heads = output.shape[1] // value_dim
         if self.is_latent:
             kv_heads, fits = heads, True
         elif fused is not None:
@@ -237,7 +246,7 @@ class GgufSource:
             rows = [each.shape[0] for each in found if each is not None]
             read = self.stated.get(index, {}).get("num_key_value_heads") or self.value("num_key_value_heads")
             kv_heads = rows[1] // dim if len(rows) > 1 else int(read)
-            expected = [(1 + self.has_gates) * heads * dim, kv_heads * dim, kv_heads * dim]
+            expected = [(1 + self.has_gates) * heads * dim, kv_heads * dim, kv_heads * value_dim]
             fits = rows == (expected[: len(rows)] if self.shares else expected)
         if not fits:
             raise self._other_heads(index)
@@ -251,7 +260,9 @@ class GgufSource:
     def check_heads(self) -> None:
         """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
         for index, shape in enumerate(self.shapes):
-            heads = self.stated.get(index, {}).get("num_attention_heads", self.value("num_attention_heads"))
+            listed = self.value("num_attention_heads_per_layer") or {}
+            usual = listed[index] if listed else self.value("num_attention_heads")
+            heads = self.stated.get(index, {}).get("num_attention_heads", usual)
             block = self.blocks[index]
             attends = self.find(block, "attn_output") is not None and (shape.heads or not self.is_recurrent(block))
             if attends and shape.heads != heads:
@@ -532,6 +543,11 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     rotary, factors, context = _rotary(source, architecture)
     if context < int(source.value("max_position_embeddings")):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
+    if INDEXED in architecture.counts:
+        notes.append(
+            f"behind {source.value(architecture.counts[INDEXED])} tokens llama.cpp may choose others of almost the "
+            "same score to look at"
+        )
     if bounds_are_exact(source.model.config):
         notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
     tensors = dict(_tensors(source, architecture)) | factors
@@ -595,7 +611,7 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
     attending = [shape for shape in shapes if shape.heads]
     wanted = int(source.value("hidden_size")) // source.head_dim if architecture.whole else None
     differ = any(shape.heads != wanted for shape in attending if wanted)
-    differ |= not architecture.differs and len({shape[:2] for shape in attending}) > 1
+    differ |= not (architecture.differs or architecture.apart) and len({shape[:2] for shape in attending}) > 1
     kv_heads, group = (max((getattr(shape, name) for shape in attending), default=0) for name in ("kv_heads", "group"))
     if differ and (wrong := next((each for each in attending if each.heads != each.group * each.kv_heads), None)):
         raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")
@@ -676,6 +692,8 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError("its heads are together as wide as the model, and here some are not")
     if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
         raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
+    if INDEXED in architecture.counts and source.count("index_head_dim") % 64:
+        raise CannotMapError("heads of its indexer have a multiple of 64 rows")
     if architecture.shares:
         _check_sharing(source, architecture)
     if KDA_ROWS in architecture.counts and source.value("linear_num_heads") != source.value("num_attention_heads"):
@@ -752,8 +770,8 @@ def _sees_all(source: GgufSource) -> list[bool]:
 
 
 def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
-    """Whether each block is the last of as many as the architecture's pattern has."""
-    return [(index + 1) % (architecture.pattern or 1) == 0 for index in range(blocks)]
+    """Whether each block is the last, or the first, of as many as the architecture's pattern has."""
+    return [(index + (not architecture.first)) % (architecture.pattern or 1) == 0 for index in range(blocks)]
 
 
 def _values(source: GgufSource, architecture: Architecture, context: int) -> dict[str, Any]:
@@ -765,11 +783,13 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "embedding_length": int(source.value("hidden_size")),
         f"attention.{architecture.epsilon}": float(epsilon),
         "attention.key_length": source.head_dim,
-        "attention.value_length": source.head_dim,
+        "attention.value_length": source.value_dim or source.head_dim,
         "vocab_size": source.outer[f"{architecture.embedding}.weight"].shape[0],
     }
     if architecture.latent:
         values |= _latents(source, architecture)
+    if architecture.indexers:
+        values["attention.indexer.types"] = [int(each == "full") for each in source.value(architecture.indexers)]
     if source.model.checkpoint.within is not None and architecture.wholes:
         images = source.model.checkpoint.within.whole.config.get("vision_config") or {}
         values["n_deepstack_layers"] = len(images.get("deepstack_visual_indexes") or ())
@@ -806,7 +826,9 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
         values["feed_forward_length"] = [shape.shared if shape.experts else shape.columns for shape in shapes]
         # Of a hybrid's other blocks the number says nothing, and 0 would be taken for the size of a head.
         values["attention.head_count"] = [shape.heads or (heads if architecture.hybrid else 0) for shape in shapes]
-    if architecture.differs or architecture.hybrid == "kv_heads":
+    if architecture.apart:
+        values["attention.head_count"] = [shape.heads for shape in shapes]
+    if architecture.differs or architecture.apart or architecture.hybrid == "kv_heads":
         values["attention.head_count_kv"] = [shape.kv_heads for shape in shapes]
     last = next((shape for shape in reversed(shapes) if shape.experts), shapes[-1])
     widths = {"expert_feed_forward_length": last.columns, "expert_shared_feed_forward_length": last.shared}
@@ -872,14 +894,17 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
     if "full_attention" in parameters:
         local, parameters = (_mapping(parameters.get(f"{kind}_attention")) for kind in ("sliding", "full"))
         values["rope.freq_base_swa"] = _number(local, "rope_theta")
+        if architecture.local == "rows":
+            values["rope.dimension_count_swa"] = int(source.head_dim * local.get(_PARTIAL, 1))
+        elif architecture.local and local.get(_PARTIAL) != parameters.get(_PARTIAL):
+            raise CannotMapError("all of its blocks rotate as many rows of a head, and here those with windows others")
         if local.get("rope_type", "default") != "default" or (
             architecture.name in ("olmo2", "mellum") and local["rope_theta"] != parameters.get("rope_theta")
         ):
             raise CannotMapError("it scales no rotary positions in windows, and has others there in gemma3 alone")
     elif architecture.name == "gemma2":
         values["rope.freq_base_swa"] = _number(parameters, "rope_theta")
-    key = "partial_rotary_factor"
-    share = _number({key: parameters.get(key) or source.value(key) or 1}, key)
+    share = _number({_PARTIAL: parameters.get(_PARTIAL) or source.value(_PARTIAL) or 1}, _PARTIAL)
     rotated = source.count("qk_rope_head_dim") if architecture.latent else int(source.head_dim * share)
     values |= {"rope.dimension_count": rotated, "rope.freq_base": _number(parameters, "rope_theta")}
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
@@ -909,7 +934,9 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         raise CannotMapError(f"it takes {named[0]} together with YaRN alone, and config.json has {kind}")
     if kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(parameters, "factor")}
-    elif kind == "yarn" and not parameters.keys() - _YARN_KEYS - set(architecture.rotary.values()):
+    elif kind == "yarn" and not parameters.keys() - _YARN_KEYS - set(architecture.rotary.values()) - (
+        {_PARTIAL} if architecture.local else set()
+    ):
         factor = _number(parameters, "factor")
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": factor}
         values["rope.scaling.original_context_length"] = int(_number(parameters, _ORIGINAL))
@@ -920,10 +947,12 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         if not math.isclose(scale, usual_scale, rel_tol=1e-6):
             values["rope.scaling.attn_factor"] = scale / usual_scale
         values |= {key: _number(parameters, name) for key, name in architecture.rotary.items()}
-        if architecture.latent:  # llama.cpp scales attention by what queries and keys are not multiplied by
+        if architecture.latent == "apart":  # llama.cpp scales attention by what queries and keys are not multiplied by
             share = _number(parameters, "mscale_all_dim")
             if parameters.get("mscale") != share or parameters.get("attention_factor"):
                 raise CannotMapError("its YaRN has one mscale for all dimensions, and no attention_factor")
+            if INDEXED in architecture.counts and (share != 1 or architecture.indexers):
+                raise CannotMapError("it has YaRN with an mscale of 1 in deepseek32 alone")
             values["rope.scaling.yarn_log_multiplier"] = 0.1 * share
             values.pop("rope.scaling.attn_factor", None)
     elif kind == "llama3" and architecture.table:

@@ -55,7 +55,19 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
-_YARN = ("llama", "qwen2", "qwen3", "olmo2", "gpt-oss", "mistral3", "mellum", "deepseek2")
+_YARN = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "olmo2",
+    "gpt-oss",
+    "mistral3",
+    "mellum",
+    "deepseek2",
+    "deepseek32",
+    "glm-dsa",
+    "laguna",
+)
 """Architectures in which llama.cpp's YaRN was compared with transformers'."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
@@ -221,7 +233,9 @@ def _architecture(file: GgufFile) -> Architecture:
 def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """config.json of a file. Where a key is absent, it states what llama.cpp computes, whatever the class would do."""
     keys = Keys(file.values, file.path, architecture.name)
-    heads, hidden, blocks = (keys.number(key) for key in ("attention.head_count", "embedding_length", "block_count"))
+    hidden, blocks = (keys.number(key) for key in ("embedding_length", "block_count"))
+    per_block = _heads(keys, blocks) if architecture.apart else {}
+    heads = per_block.get("num_attention_heads") or keys.number("attention.head_count")
     if blocks > _MOST_BLOCKS:
         raise keys.refuse("block_count", f"and llama.cpp takes {_MOST_BLOCKS} at most; download it again")
     rows = file.tensors.get("token_embd.weight")
@@ -229,7 +243,9 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         raise UserError(f"{file.path}: there is no token_embd.weight; download it again")
     latent = _latents(keys, architecture) if architecture.latent else {}
     head_dim = latent.get("qk_rope_head_dim") or keys.number("attention.key_length", hidden // heads, least=2)
-    if not latent and keys.number("attention.value_length", hidden // heads) != head_dim:
+    if architecture.value_rows:
+        per_block[architecture.value_rows] = keys.number("attention.value_length", hidden // heads)
+    elif not latent and keys.number("attention.value_length", hidden // heads) != head_dim:
         raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
     config: dict[str, Any] = {
         "architectures": [CLASSES[architecture.model_type]],
@@ -245,7 +261,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
-    config |= latent
+    config |= latent | per_block
     if architecture.unrotated:
         del config["rope_parameters"]
         keys.others("rope.")
@@ -256,7 +272,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     elif architecture.hybrid == "kv_heads":
         config |= _mixers(keys, blocks, "conv" if "shortconv.l_cache" in architecture.counts else "linear_attention")
         config |= {"num_key_value_heads": heads} if latent else {}
-    elif not latent:
+    elif not latent and not architecture.apart:
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
     if architecture.hybrid == "interval":
         config["layer_types"] = _attending(keys, blocks)
@@ -272,6 +288,9 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config["attention_multiplier"] = head_dim**-0.5
     if architecture.switch:
         config[architecture.switch] = "rope" if keys.flag("rope.scaling.finetuned", True) else "nope"
+    if architecture.indexers:
+        own = keys.entries("attention.indexer.types", int, [1] * blocks)
+        config[architecture.indexers] = ["full" if each else "shared" for each in own]
     if architecture.unnormed:
         config["use_qk_norm"] = keys.number("expert_count") != architecture.unnormed
     if architecture.large:
@@ -329,6 +348,19 @@ def _latents(keys: Keys, architecture: Architecture) -> dict[str, Any]:
         "qk_nope_head_dim": keys.number("attention.key_length_mla", least=rotated + 1) - rotated,
         "v_head_dim": keys.number("attention.value_length_mla"),
     }
+
+
+def _heads(keys: Keys, blocks: int) -> dict[str, Any]:
+    """How many heads of queries each block has, and of keys and values those that see all tokens."""
+    counts = []
+    for key in ("attention.head_count", "attention.head_count_kv"):
+        value = keys.take(key)
+        counts.append(numbers := value if isinstance(value, list) else [value] * blocks)
+        if len(numbers) != blocks or not all(type(each) is int and each > 0 for each in numbers):
+            raise keys.refuse(key, f"and there are {blocks} blocks; download it again")
+    queries, shared = counts
+    listed = {"num_attention_heads_per_layer": queries} if len(set(queries)) > 1 else {}
+    return listed | {"num_attention_heads": queries[0], "num_key_value_heads": min(shared)}
 
 
 def _mixers(keys: Keys, blocks: int, other: str) -> dict[str, Any]:
@@ -473,7 +505,7 @@ def _yarn(keys: Keys, factor: float, architecture: Architecture) -> dict[str, An
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     usual = 1 + 0.1 * math.log(factor)
     scale = keys.decimal("rope.scaling.attn_factor", 1.0)
-    if architecture.latent:
+    if architecture.latent == "apart":
         share = float(f"{keys.decimal('rope.scaling.yarn_log_multiplier', 0) / 0.1:.6g}")
         if not share or scale != 1:
             raise keys.refuse("rope.scaling.yarn_log_multiplier", "and no class scales attention so")
@@ -503,6 +535,10 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
     model_type = config["model_type"]
     if model_type in ("llama", "granite", "granite_swa"):
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
+    elif model_type == "laguna":
+        gate = file.tensors.get("blk.0.attn_gate.weight")
+        by_head = gate is not None and gate.shape[0] == config["num_attention_heads"]
+        config["gating"] = "per-head" if by_head else "per-element"
     elif model_type == "falcon_h1":
         config |= {"mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors, "mamba_norm_before_gate": False}
     elif model_type == "nemotron_h":
@@ -534,7 +570,7 @@ def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any])
         raise keys.refuse("attention.sliding_window", "with which no token sees another; download it again")
     if window and architecture.pattern is None and keys.take("attention.sliding_window_pattern") is None:
         raise keys.refuse("attention.sliding_window_pattern", "and no pattern is usual there; download it again")
-    local = _local_blocks(keys, blocks, architecture.pattern or 1) if window else [False] * blocks
+    local = _local_blocks(keys, blocks, architecture) if window else [False] * blocks
     config["sliding_window"] = window or config["max_position_embeddings"]
     config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
     rope = config["rope_parameters"]
@@ -544,24 +580,27 @@ def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any])
     theta = keys.decimal("rope.freq_base_swa", 10000.0 if architecture.name == "gemma3" else rope["rope_theta"])
     if not theta:
         raise keys.refuse("rope.freq_base_swa", "and positions are divided by its powers; download it again")
-    if architecture.name == "gemma3" or architecture.model_type in ("olmo3", "mellum"):
-        config["rope_parameters"] = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        }
-    if architecture.name != "gemma3" and window and theta != rope["rope_theta"]:
+    if architecture.name == "gemma3" or architecture.local or architecture.model_type in ("olmo3", "mellum"):
+        nearby: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        if architecture.local:
+            rotated = keys.number("rope.dimension_count", config["head_dim"])
+            if architecture.local == "rows":
+                rotated = keys.number("rope.dimension_count_swa", rotated)
+            nearby["partial_rotary_factor"] = rotated / config["head_dim"]
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": nearby}
+    if architecture.name != "gemma3" and not architecture.local and window and theta != rope["rope_theta"]:
         raise keys.refuse("rope.freq_base_swa", f"and rope.freq_base {rope['rope_theta']:g}: one counts for all blocks")
 
 
-def _local_blocks(keys: Keys, blocks: int, usual: int) -> list[bool]:
-    """Whether each block sees a window only: as the file lists them, or all but the last of every so many."""
+def _local_blocks(keys: Keys, blocks: int, architecture: Architecture) -> list[bool]:
+    """Whether each block sees a window only: as the file lists them, or all but the last, or first, of so many."""
     pattern = keys.take("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if not all(isinstance(each, int) for each in pattern):
             raise keys.refuse("attention.sliding_window_pattern", "not a list of yes and no; download it again")
         return [bool(each) for each in (pattern + [0] * blocks)[:blocks]]
-    every = keys.number("attention.sliding_window_pattern", usual, least=0)
-    return [every == 0 or index % every < every - 1 for index in range(blocks)]
+    every = keys.number("attention.sliding_window_pattern", architecture.pattern or 1, least=0)
+    return [every == 0 or (index + (not architecture.first)) % every != 0 for index in range(blocks)]
 
 
 def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufWeight]]:

@@ -88,7 +88,7 @@ _LLAMA_CPP = (
     *("solar_open", "granite_swa", "iquestcoder", "internlm3", "jais2", "olmo", "deepseek_v2", "deepseek_v3", "youtu"),
     *("glm4_moe_lite", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "phi", "glm", "granitemoe_swa", "exaone"),
     *("llama4_text", "minicpm3", "helium", "cwm", "ministral", "apertus1p5_text", "sarvam_mla", "aria_text"),
-    *("hyperclovax", "jamba", "kimi_linear"),
+    *("hyperclovax", "jamba", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "laguna", "mimo_v2_flash"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

@@ -82,6 +82,31 @@ LLAMA_4 = {
     "head_dim": 16,
 }
 FEW = {"num_hidden_layers": 2}
+INDEXED = ROUTED | LATENT | {"num_hidden_layers": 3, "index_topk": 64, "index_head_dim": 64, "index_n_heads": 4}
+INDEXED |= {"n_group": 2, "topk_group": 1}
+LAGUNA = MIXTURE | {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 20,
+    "shared_expert_intermediate_size": 40,
+    "num_attention_heads_per_layer": [4, 6, 6, 6],
+    "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+    "moe_routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "full_attention": YARN | {"partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+    },
+}
+MIMO = {
+    "num_hidden_layers": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "head_dim": 24,
+    "v_head_dim": 8,
+    "sliding_window": 20,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
 AFMOE = MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}
 PARTLY = ["full_attention", "sliding_attention"] * 3
 MIXED_KINDS = {"layers_block_type": ["full_attention", "moe", "linear_attention", "moe", "mlp", "linear_attention"]}
@@ -254,6 +279,14 @@ FAMILIES = {
     "ministral": ("ministral", FEW | {"sliding_window": 20, "head_dim": 16}),
     "apertus1p5_text": ("apertus1p5_text", FEW),
     "sarvam_mla": ("sarvam_mla", FEW | ROUTED | LATENT),
+    "deepseek_v32": ("deepseek_v32", INDEXED | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "glm_moe_dsa": ("glm_moe_dsa", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
+    "laguna": ("laguna", LAGUNA),
+    "laguna-columns": (
+        "laguna",
+        LAGUNA | {"gating": "per-element", "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "mimo_v2_flash": ("mimo_v2_flash", MIMO),
     "aria_text": ("aria_text", FEW | {"moe_num_experts": 5, "moe_topk": 2}),
     "hyperclovax": ("hyperclovax", FEW | GRANITE | {"head_dim": 16, "tie_word_embeddings": True}),
     "jamba": ("jamba", JAMBA | {"num_experts": 4}),
@@ -333,6 +366,14 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             "llama4_text",
             LLAMA_4 | {"layer_types": ["full_attention"] * 4},
             "without rotary positions see all tokens, and",
+        ),
+        ("deepseek_v32", INDEXED | {"index_head_dim": 16}, "heads of its indexer have a multiple of 64 rows"),
+        ("glm_moe_dsa", INDEXED | {"rope_parameters": YARN | MSCALE}, "YaRN with an mscale of 1 in deepseek32 alone"),
+        (
+            "mimo_v2_flash",
+            MIMO
+            | {"rope_parameters": {"full_attention": HALF, "sliding_attention": HALF | {"partial_rotary_factor": 1.0}}},
+            "all of its blocks rotate as many rows of a head, and here those with windows others",
         ),
         ("phimoe", MIXTURE | {"num_local_experts": 5}, "phimoe is not written as GGUF: llama.cpp divides by the root"),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4] * 3}, "blocks with rotary positions have one base, and here"),
