@@ -183,7 +183,7 @@ KDA = {
 """Linear attention with a decay for each channel of its keys, beside projections of queries, keys, values, outputs."""
 
 SILU = ("silu", "swish")
-TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,13 @@ class Architecture:
         indexers: key of config.json that says which blocks have an indexer of their own ("full"), if not all have.
         unsunk: the family has no sinks of attention, so that the file gets some that draw nothing.
         unnormed: with so many experts llama.cpp norms no queries and keys, and with others it does.
+        fused: module that makes queries, keys and values at once, which a file has in one tensor, too: all queries,
+            then all keys, then all values.
+        grouped: in the checkpoint each head of keys stands behind the queries that share it, and its values behind it.
+        flags: GGUF key → key of config.json that is true or false.
+        context: key of config.json with the most tokens of a text.
+        gelu: key of config.json with the activation, which llama.cpp computes as GELU by tanh and looks up in a table;
+            "erf" or "tanh": what its class always computes.
     """
 
     name: str
@@ -310,11 +317,26 @@ class Architecture:
     indexers: str = ""
     unsunk: bool = False
     unnormed: int = 0
+    fused: str = ""
+    grouped: bool = False
+    flags: Mapping[str, str] = field(default_factory=dict)
+    context: str = "max_position_embeddings"
+    gelu: str = ""
 
     @property
     def embedding(self) -> str:
         """The module of the embedding, which stands beside the blocks."""
         return next(module for module, tensor in self.outer.items() if tensor == "token_embd")
+
+    @property
+    def head(self) -> str:
+        """The module of the head, of which a file has no tensor if it is the embedding."""
+        return next(module for module, tensor in self.outer.items() if tensor == "output")
+
+    @property
+    def joins(self) -> bool:
+        """Whether a file has queries, keys and values in one tensor."""
+        return bool(self.fused) or self.name == "openelm"
 
     @property
     def experts(self) -> bool:
@@ -359,6 +381,8 @@ _SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
+ALIBI = "attention.max_alibi_bias"
+"""Key of the largest slope of what is subtracted from products of queries and keys, the more the farther apart."""
 DELTA_HEADS = "ssm.time_step_rank"
 """Key of the heads of values of a gated delta net; of the rank of time steps in Mamba of the first kind."""
 KDA_ROWS = "kda.head_dim"
@@ -542,6 +566,16 @@ _FALCON_FACTORS = {
     "feed_forward.down_proj": ("mlp_multipliers.1",),
 }
 
+_QKV = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"}
+_WORDS = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
+_GPT2 = _QKV | {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up",
+                "mlp.c_proj": "ffn_down"}  # fmt: skip
+_FOURFOLD = _QKV | {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
+_BLOOM = _FOURFOLD | {"self_attention.dense": "attn_output"}
+_TANH_GELU = ("gelu_new", *TANH_GELU)
+_GPT2_ONLY = {"activation_function": _TANH_GELU, "scale_attn_weights": (True,), "add_cross_attention": (False,)}
+_GELU_OF_EITHER_KIND = ("gelu", *TANH_GELU)
+
 ARCHITECTURES = (
     Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
     Architecture("llama", "mistral", neighbours=True, only=_SILU, table=True),
@@ -578,9 +612,9 @@ ARCHITECTURES = (
               "expert_used_count": "top_k_experts"}, _WIDTH, {}, {"enable_moe_block": (True,)}),
           ("gemma4_unified_text", {}, {}, {}, {}, dict.fromkeys(_PER_LAYER_WIDTH, 0), {}),
       )),
-    Architecture("phi3", "phi3", NORMS | {"self_attn.qkv_proj": "attn_qkv", OUTPUT: "attn_output",
-                 "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_NONE,
-                 constants={"attention.sliding_window": 0}, partial=True),
+    Architecture("phi3", "phi3", NORMS | ATTENTION | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+                 only=_SILU, biases=_NONE, constants={"attention.sliding_window": 0}, partial=True,
+                 fused="self_attn.qkv_proj"),
     Architecture("olmo2", "olmo2", _OLMO, only=_SILU, biases=_NONE),
     Architecture("olmo2", "olmo3", _OLMO, only=_SILU, biases=_NONE, window="any", pattern=4),
     Architecture("granite", "granite", neighbours=True, only=_SILU, table=True, absent=_GRANITE_ABSENT,
@@ -819,6 +853,35 @@ ARCHITECTURES = (
                  "model.embed_tokens": ("embedding_multiplier",), "lm_head": ("logits_scaling",),
                  QUERY: ("attention_multiplier/scale",), "post_norm1": ("residual_multiplier",),
                  "post_norm2": ("residual_multiplier",)}),
+    Architecture("gpt2", "gpt2", _GPT2, _WORDS | {"transformer.wpe": "position_embd"}, layers="h", whole="heads",
+                 unrotated=True, only=_GPT2_ONLY | {"scale_attn_by_inverse_layer_idx": (False,)}, dense_width="n_inner",
+                 epsilon="layer_norm_epsilon", fused="attn.c_attn", gelu="activation_function"),
+    Architecture("gptneox", "gpt_neox", _FOURFOLD | NORMS | {"attention.dense": "attn_output"}, {
+                 "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output"},
+                 only=_UNTIED | {"hidden_act": _GELU_OF_EITHER_KIND, "attention_bias": (True,)}, partial=True,
+                 whole="heads", flags={"use_parallel_residual": "use_parallel_residual"}, gelu="hidden_act",
+                 epsilon="layer_norm_epsilon", fused="attention.query_key_value", grouped=True),
+    Architecture("falcon", "falcon", _BLOOM | {"input_layernorm": "attn_norm", "ln_mlp": "attn_norm",
+                 "ln_attn": "attn_norm_2"}, {"transformer.word_embeddings": "token_embd",
+                 "transformer.ln_f": "output_norm", "lm_head": "output"}, layers="h",
+                 biases=frozenset({"input_layernorm", "ln_mlp", "ln_attn", "transformer.ln_f"}), only={
+                 "alibi": (False,), "bias": (False,), "parallel_attn": (True,), "activation": _GELU_OF_EITHER_KIND},
+                 whole="heads", dense_width="ffn_hidden_size", epsilon="layer_norm_epsilon", gelu="activation",
+                 fused="self_attention.query_key_value", grouped=True),
+    Architecture("bloom", "bloom", _BLOOM | NORMS, {"transformer.word_embeddings": "token_embd",
+                 "transformer.word_embeddings_layernorm": "token_embd_norm", "transformer.ln_f": "output_norm",
+                 "lm_head": "output"}, layers="h", whole="heads",
+                 unrotated=True, only={"apply_residual_connection_post_layernorm": (False,)}, context="seq_length",
+                 epsilon="layer_norm_epsilon", gelu="tanh", fused="self_attention.query_key_value", grouped=True),
+    Architecture("mpt", "mpt", _QKV | {"norm_1": "attn_norm", "norm_2": "ffn_norm", "attn.out_proj": "attn_output",
+                 "ffn.up_proj": "ffn_up", "ffn.down_proj": "ffn_down"}, {"transformer.wte": "token_embd",
+                 "transformer.norm_f": "output_norm", "lm_head": "output"}, layers="blocks", whole="heads",
+                 unrotated=True, biases=_NONE, only={"attn_config.softmax_scale": (None,)}, context="max_seq_len",
+                 values={"attention.clamp_kqv": "attn_config.clip_qkv"}, absent={"attention.clamp_kqv": None},
+                 constants={ALIBI: 8.0}, epsilon="layer_norm_epsilon", gelu="erf", fused="attn.Wqkv"),
+    Architecture("starcoder", "gpt_bigcode", _GPT2, _WORDS | {"transformer.wpe": "position_embd"}, layers="h",
+                 whole="heads", unrotated=True, only=_GPT2_ONLY, dense_width="n_inner", epsilon="layer_norm_epsilon",
+                 fused="attn.c_attn", grouped=True, gelu="activation_function"),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 OTHERWISE = {

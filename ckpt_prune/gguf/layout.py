@@ -30,14 +30,21 @@ from ckpt_prune.gguf.architectures import (
     Architecture,
 )
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.orders import DeltaHeads, as_in_file, order_of_halves, order_of_heads, split_latent
+from ckpt_prune.gguf.orders import (
+    DeltaHeads,
+    as_in_file,
+    order_of_halves,
+    order_of_heads,
+    rows_of_fused,
+    split_latent,
+)
 from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensors
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
 from ckpt_prune.model.skeleton import is_stored_buffer
 
-_FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+_FUSED_GATES = "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _NO_SINK = -1e30
@@ -52,6 +59,8 @@ _YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | dict.fromkeys(
 )
 """Settings of YaRN that may be stated → the value that llama.cpp has; None: any."""
 _YARN_KEYS = {"rope_type", "type", "rope_theta", "factor", "max_position_embeddings", _ORIGINAL, *_YARN}
+_CONTEXT = 2048
+"""Tokens of a text where config.json does not say it, as of many BLOOMs: positions that are no table have no end."""
 _EXPERT = re.compile(r"(?P<before>.+)\.(?P<number>\d+)(?P<after>\..+)")
 _BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
@@ -105,33 +114,57 @@ class GgufSource:
     def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "GgufSource":
         """Sort the tensors of a model that generates text; `read` returns one by name, by default as it is stored."""
         read = read or partial(_read, model)
-        checkpoint, start = model.checkpoint, model.family.blocks_prefix
+        checkpoint, family, start = model.checkpoint, model.family, model.family.blocks_prefix
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
-        if not architecture.endswith("ForCausalLM"):
+        if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
             raise CannotMapError(
                 f"{architecture} does not generate text, and GGUF files are written of models that do: ONNX graphs are "
                 "made of others (`export`, `frontier --for onnxruntime`)"
             )
         tied = checkpoint.config.get("tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
+        head = f"{family.head or 'lm_head'}.weight"
+        before = "" if family.prefixed else f"{family.base}."  # names of the base model, as GPT-2 is published
         outer: dict[str, GgufWeight] = {}
         blocks: list[dict[str, GgufWeight]] = [{} for _ in range(model.blocks)]
         for name, info in checkpoint.tensors.items():
-            if is_stored_buffer(name) or (tied and name == "lm_head.weight"):
+            if is_stored_buffer(name) or (tied and name == head):
                 continue
             weight = GgufWeight(tuple(info.shape), partial(read, name))
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
-            (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
+            whole = name if name == head or name.startswith(before) else before + name
+            (blocks[int(index)] if inside else outer)[inner if inside else whole] = weight
         model_type = str(checkpoint.config["model_type"])
         stacked = [_stack(block) for block in blocks]
         within = checkpoint.within
         candidates = _candidates(model_type, stacked, "" if within is None else within.whole.config.get("model_type"))
         halves = [order for architecture in candidates[:1] for order in order_of_halves(architecture)]
         split = tuple(as_in_file(block, halves) for block in stacked)
-        return cls(model, _stack(outer), split, candidates)
+        source = cls(model, _stack(outer), split, candidates)
+        fused = next((each for each in candidates if each.fused), None)
+        if fused is None:
+            return source
+        return replace(source, blocks=tuple(source._split_fused(fused, *each) for each in enumerate(split)))
+
+    def _split_fused(self, architecture: Architecture, index: int, block: Block) -> Block:
+        """Return a block with queries, keys and values apart, and the rows of each in the order of a file."""
+        output, split = self.find(block, "attn_output"), dict(block)
+        for kind in ("weight", "bias"):
+            if output is None or (fused := split.pop(f"{architecture.fused}.{kind}", None)) is None:
+                continue
+            heads, dim = output.shape[1] // self.head_dim, self.head_dim
+            kv_heads = (fused.shape[0] // dim - heads) // 2
+            if kv_heads < 1 or fused.shape[0] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
+                raise self._other_heads(index)
+            rows = rows_of_fused(heads, kv_heads, dim, grouped=architecture.grouped)
+            split |= {f"{part}.{kind}": fused.take(0, own) for part, own in zip((QUERY, KEY, VALUE), rows, strict=True)}
+        return split
 
     def value(self, key: str) -> Any:
-        """Return a value of config.json that all blocks share, or the default of its class."""
+        """Return a value of config.json that all blocks share, or the default of its class; of a part behind a dot."""
+        part, _, own = key.rpartition(".")
+        if part:
+            return getattr(getattr(self.model.config, part, None), own, None)
         stated = self.model.checkpoint.config.get(key, "auto")
         return getattr(self.model.config, key, None) if stated == "auto" else stated
 
@@ -151,7 +184,7 @@ class GgufSource:
 
     @property
     def tied(self) -> bool:
-        return "lm_head.weight" not in self.outer
+        return not self.candidates or f"{self.candidates[0].head}.weight" not in self.outer
 
     @cached_property
     def modules(self) -> Mapping[str, str]:
@@ -233,14 +266,11 @@ class GgufSource:
                 refusal("llama.cpp", str(config["model_type"]), changes_of_config(config), generates=True)
                 or f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
             )
-        dim, fused = self.head_dims[index], block.get(_FUSED_ATTENTION)
+        dim = self.head_dims[index]
         value_dim = self.value_dim or dim
         heads = output.shape[1] // value_dim
         if self.is_latent:
             kv_heads, fits = heads, True
-        elif fused is not None:
-            kv_heads = (fused.shape[0] // dim - heads) // 2
-            fits = fused.shape[0] == (heads + 2 * kv_heads) * dim
         else:
             found = [self.find(block, each) for each in ("attn_q", "attn_k", "attn_v")]
             rows = [each.shape[0] for each in found if each is not None]
@@ -260,12 +290,14 @@ class GgufSource:
     def check_heads(self) -> None:
         """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
         for index, shape in enumerate(self.shapes):
-            listed = self.value("num_attention_heads_per_layer") or {}
+            stated, listed = self.stated.get(index, {}), self.value("num_attention_heads_per_layer") or {}
             usual = listed[index] if listed else self.value("num_attention_heads")
-            heads = self.stated.get(index, {}).get("num_attention_heads", usual)
+            # Of classes whose heads are always as wide as the model: how many units the space has.
+            kept = stated.get("num_kept_heads", self.value("num_kept_heads"))
+            fits = shape.heads == stated.get("num_attention_heads", usual) if kept is None else kept in shape[:2]
             block = self.blocks[index]
             attends = self.find(block, "attn_output") is not None and (shape.heads or not self.is_recurrent(block))
-            if attends and shape.heads != heads:
+            if attends and not fits:
                 raise self._other_heads(index)
 
     def _other_heads(self, index: int) -> CannotMapError:
@@ -301,9 +333,8 @@ class GgufSource:
             axis, sizes = places.get(self.modules.get(_module(name), ""), (0, None))
             if sizes is not None and axis < len(weight.shape):
                 filled[name] = weight.fill(axis, *sizes)
-        for fused, parts in ((_FUSED_ATTENTION, _INPUTS), (_FUSED_GATES, _GATES)):
-            if fused in stored:
-                filled[fused] = GgufWeight.join([filled.pop(part) for part in parts], 0)
+        if _FUSED_GATES in stored:
+            filled[_FUSED_GATES] = GgufWeight.join([filled.pop(part) for part in _GATES], 0)
         return filled
 
     def with_first_head(self) -> "GgufSource":
@@ -343,14 +374,10 @@ class GgufSource:
         return replace(self, blocks=tuple(map(join, self.blocks)))
 
     def split(self) -> "GgufSource":
-        """Return the same with fused projections as several tensors."""
+        """Return the same with fused gates and ups as two tensors."""
 
         def split_block(block: Block, shape: BlockShape) -> Block:
             split = dict(block)
-            if (fused := split.pop(_FUSED_ATTENTION, None)) is not None:
-                start = 0
-                for name, heads in zip(_INPUTS, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True):
-                    split[name] = fused.rows(start, start := start + heads * self.head_dim)
             if (gates := split.pop(_FUSED_GATES, None)) is not None:
                 for place, name in enumerate(_GATES):
                     split[name] = gates.rows(place * shape.columns, (place + 1) * shape.columns)
@@ -541,7 +568,7 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source
     rotary, factors, context = _rotary(source, architecture)
-    if context < int(source.value("max_position_embeddings")):
+    if context < _context(source, architecture):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
     if INDEXED in architecture.counts:
         notes.append(
@@ -550,6 +577,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         )
     if bounds_are_exact(source.model.config):
         notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
+    if "erf" in (architecture.gelu, {"gelu": "erf"}.get(source.value(architecture.gelu))):
+        notes.append("llama.cpp approximates GELU by tanh, which is 5e-4 off at most, as much as its table rounds")
     tensors = dict(_tensors(source, architecture)) | factors
     values = _values(source, architecture, context) | rotary
     for key, value in values.items():
@@ -618,8 +647,10 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
     if differ and wanted is not None:
         if kv_heads * group > wanted:
             raise CannotMapError("its heads are together as wide as the model, and here they are wider")
-        if wanted % group or wanted * source.head_dim != int(source.value("hidden_size")):
+        larger = [each for each in range(group, wanted // kv_heads + 1) if wanted % each == 0]
+        if not larger or wanted * source.head_dim != int(source.value("hidden_size")):
             raise CannotMapError(f"its heads are together as wide as the model, and groups of {group} are not")
+        group = larger[0]
         kv_heads = max(kv_heads, wanted // group)
     shared = max(shape.shared for shape in shapes)
     columns = {each.experts: max(other.columns for other in shapes if other.experts == each.experts) for each in shapes}
@@ -800,6 +831,7 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     }
     stated = {key: source.value(name) for key, name in architecture.values.items()}
     values |= {key: float(value) for key, value in stated.items() if value is not None}
+    values |= {key: bool(source.value(name)) for key, name in architecture.flags.items()}
     if architecture.window and not all(full := _sees_all(source)):
         values["attention.sliding_window"] = int(source.value("sliding_window"))
         if architecture.pattern is None or full != _lasts(architecture, len(full)):
@@ -876,6 +908,11 @@ def _latents(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _context(source: GgufSource, architecture: Architecture) -> int:
+    """Return how many tokens config.json says that a text has at most."""
+    return int(source.value(architecture.context) or _CONTEXT)
+
+
 def _intervals(attends: list[bool]) -> dict[str, Any]:
     """Return the key that says which blocks have attention: the last of every so many, or a list of the others."""
     every = attends.index(True) + 1 if any(attends) else len(attends) + 1
@@ -886,7 +923,7 @@ def _intervals(attends: list[bool]) -> dict[str, Any]:
 
 def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, Any], dict[str, GgufWeight], int]:
     """Return keys and tensors of the rotary embedding, and how many tokens both compute alike."""
-    context = int(source.value("max_position_embeddings"))
+    context = _context(source, architecture)
     values: dict[str, Any] = {}
     if architecture.unrotated:
         return values, {}, context
@@ -1038,14 +1075,15 @@ def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[s
         for name, weight in block.items():
             module = _module(name)
             heads = {QUERY: shape.heads, KEY: shape.kv_heads}.get(module)
-            if name in architecture.scalars or (architecture.name == "openelm" and module in (KEY, VALUE)):
+            if name in architecture.scalars or (architecture.joins and module in (KEY, VALUE)):
                 continue
-            if architecture.name == "openelm" and module == QUERY:
-                yield f"blk.{index}.attn_qkv.weight", GgufWeight.join([block[name] for name in _INPUTS], 0)
+            mapped = _map_name(architecture, architecture.block, name)
+            if architecture.joins and module == QUERY:
+                parts = [block[name.replace(QUERY, each)] for each in (QUERY, KEY, VALUE)]
+                yield f"blk.{index}.{mapped.replace('attn_q', 'attn_qkv')}", GgufWeight.join(parts, 0)
                 continue
             if architecture.neighbours and heads:
                 weight = weight.pair_neighbours(heads)
-            mapped = _map_name(architecture, architecture.block, name)
             weight = weight.plus(architecture.added_to(name)).times(factor if module == scaled else 1)
             yield f"blk.{index}.{mapped}", _as_stored(mapped, weight)
 

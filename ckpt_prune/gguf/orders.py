@@ -121,6 +121,22 @@ def join_latent(block: Mapping[str, GgufWeight]) -> dict[str, GgufWeight]:
     return joined
 
 
+def rows_of_fused(heads: int, kv_heads: int, rows: int, *, grouped: bool) -> Sequence[Tensor]:
+    """Return the rows of queries, of keys and of values in the module that makes them at once.
+
+    Args:
+        heads: of queries, a multiple of `kv_heads`.
+        kv_heads: of keys and values.
+        rows: of each head.
+        grouped: each head of keys and that of values stand behind the queries that share them.
+    """
+    units = torch.arange((heads + 2 * kv_heads) * rows)
+    if not grouped:
+        return torch.split(units, [heads * rows, kv_heads * rows, kv_heads * rows])
+    by_group = torch.split(units.reshape(kv_heads, -1, rows), [heads // kv_heads, 1, 1], 1)
+    return [part.flatten() for part in by_group]
+
+
 def order_of_halves(architecture: Architecture) -> list[Order]:
     """Return the order of tensors that hold rows of gate and of up."""
 

@@ -9,7 +9,7 @@ import torch
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
-from ckpt_prune.gguf.architectures import EXPERT_COUNTS, TANH_GELU
+from ckpt_prune.gguf.architectures import ARCHITECTURES, EXPERT_COUNTS, TANH_GELU
 from ckpt_prune.gguf.layout import bounds_are_exact
 from ckpt_prune.gguf.llama_cpp import Answer, LlamaCppTask, require_runtime, run_llama_cpp
 from ckpt_prune.gguf.tokenizer import CHATS, fill_chats, find_frame, load_stored_tokenizer
@@ -108,7 +108,10 @@ def _allowed_kl(folder: Path, kind: str, *, trust: bool, same_weights: bool) -> 
     """
     config = config_of(folder, trust=trust).get_text_config()
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if kind == "f32" and (activation in TANH_GELU or bounds_are_exact(config)):
+    looked_up = activation in TANH_GELU or any(
+        each.gelu for each in ARCHITECTURES if each.model_type == config.model_type
+    )
+    if kind == "f32" and (looked_up or bounds_are_exact(config)):
         kind = "f16"
     if kind not in ("f32", "f16", "bf16"):
         if any(getattr(config, key, None) for key in EXPERT_COUNTS):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.json_files import pretty_json
@@ -22,6 +23,7 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.conversion.stock_checkpoint import Compare, NewTensor, StockCheckpoint
 from ckpt_prune.gguf.architectures import (
+    ALIBI,
     ARCHITECTURES,
     DIFFERENT,
     KDA_ROWS,
@@ -34,7 +36,14 @@ from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import llama3_divisors
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
-from ckpt_prune.gguf.orders import DeltaHeads, as_in_checkpoint, join_latent, order_of_halves, order_of_heads
+from ckpt_prune.gguf.orders import (
+    DeltaHeads,
+    as_in_checkpoint,
+    join_latent,
+    order_of_halves,
+    order_of_heads,
+    rows_of_fused,
+)
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
@@ -52,6 +61,7 @@ _IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9][0-9]{0,3})\.(?P<tensor>.+)")
 _LLAMA3_TABLE = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Rotary settings that all Llama 3 models share. A file holds only factors that follow from them."""
+_SIZES = ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
 _MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
@@ -72,9 +82,9 @@ _YARN = (
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",
-    **dict.fromkeys(("stablelm", "cohere2_moe", "jais2", "phi"), "layer_norm_eps"),
+    **dict.fromkeys(("stablelm", "cohere2_moe", "jais2", "phi", "gpt_neox"), "layer_norm_eps"),
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
-    "nemotron_h": "layer_norm_epsilon",
+    **dict.fromkeys(("nemotron_h", "gpt2", "falcon", "bloom", "mpt", "gpt_bigcode"), "layer_norm_epsilon"),
 }
 
 
@@ -93,19 +103,20 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
             f"{path}: {stored.count} tokens, and token_embd.weight has {config['vocab_size']} rows; download it again"
         )
     config |= {f"{name}_token_id": index for name, index in stored.ids.items()}
+    written = _by_names_of_class(config, architecture)
     try:
-        names = stock_names(config, config["architectures"][0])
+        names = stock_names(written, written["architectures"][0])
     except RefusedConfigError as error:
         raise UserError(f"{path}: transformers refuses such a model: {error.rule}") from error
     weights = {
         name: _in_shape(weight, names.shapes.get(name, weight.shape))
-        for stacked, each in _tensors(file, architecture, config)
+        for stacked, each in _tensors(file, architecture, config, names)
         for name, weight in _as_saved(stacked, each, names)
     }
     shapes = {name: weight.shape for name, weight in weights.items()}
     check_shapes(shapes, names, str(path))
     dtype = _dtype(file)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    written["dtype"] = str(dtype).removeprefix("torch.")
     texts = {"generation_config.json": pretty_json(stored.generation), **_tokenizer_texts(stored.tokenizer)}
     if card := {key: value for key in _CARD if _is_text(value := file.values.get(f"general.{_CARD[key]}"))}:
         texts["README.md"] = f"{front_matter(card)}\nMade from {path.name}.\n"
@@ -113,13 +124,13 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     return StockCheckpoint(
         path.name,
         sha256_files(path.parent, [path.name])[path.name],
-        config,
+        written,
         {
             name: NewTensor(dtype, weight.shape, partial(_read_rounded, f"{name} of {path}", weight, dtype))
             for name, weight in weights.items()
         },
         texts,
-        notes=(f"written in {config['dtype']} from {', '.join(kinds)}",),
+        notes=(f"written in {written['dtype']} from {', '.join(kinds)}",),
     )
 
 
@@ -257,7 +268,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_dim,
-        "max_position_embeddings": keys.number("context_length"),
+        architecture.context: keys.number("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
@@ -282,6 +293,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
             config["layer_types"] = ["full_attention"] * blocks
     for key, target in architecture.values.items():
         config[target] = _factor(keys, architecture, key)
+    config |= {target: keys.flag(key, absent=False) for key, target in architecture.flags.items()}
     epsilon = _EPSILONS.get(architecture.model_type, "rms_norm_eps")
     config[epsilon] = keys.decimal(f"attention.{architecture.epsilon}")
     if config.get("attention_multiplier", 1) is None:
@@ -320,7 +332,28 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         neutral["expert_weights_norm"] = (config.get("norm_topk_prob"),)
         neutral["expert_feed_forward_length"] = (0, config["intermediate_size"])
     keys.check_others(MODEL_WITHOUT_EFFECT, {**MODEL_NEUTRAL, **neutral}, experts=architecture.experts)
+    usual = CONFIG_MAPPING[architecture.model_type]().to_dict()
+    if architecture.fused and architecture.dense_width not in usual and config["intermediate_size"] != 4 * hidden:
+        raise keys.refuse(
+            "feed_forward_length",
+            f"and MLPs of {architecture.model_type} are always 4 times as wide as the model: prune the checkpoint that "
+            "the file was made from",
+        )
     return config
+
+
+def _by_names_of_class(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return a config under the names that its class gives to keys. Older classes have no key for some sizes."""
+    usual = CONFIG_MAPPING[architecture.model_type]()
+    lacking = {key for key in _SIZES if architecture.fused} - usual.to_dict().keys()
+    written: dict[str, Any] = {}
+    for key, value in config.items():
+        part, _, own = key.rpartition(".")
+        if part:
+            written.setdefault(part, {})[own] = value
+        elif key not in lacking:
+            written[usual.attribute_map.get(key, key)] = value
+    return written
 
 
 def _latents(keys: Keys, architecture: Architecture) -> dict[str, Any]:
@@ -453,7 +486,9 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
         dense = min(keys.number("leading_dense_block_count", 0, least=0), config["num_hidden_layers"])
         kinds = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
         config[architecture.leading] = kinds if architecture.leading == "mlp_layer_types" else dense
-    for key, value in architecture.constants.items() if architecture.experts else ():
+    for key, value in architecture.constants.items():
+        if not architecture.experts and key != ALIBI:
+            continue
         if (keys.take(key) or architecture.absent.get(key)) != value:
             raise keys.refuse(key, f"and {architecture.model_type} computes {value}")
 
@@ -552,8 +587,29 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
         config["attention_bias"] = "attn_q" in biases
     elif model_type == "glm4_moe":
         config |= {"attention_bias": "attn_q" in biases, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+    elif model_type == "gpt_bigcode":
+        config["multi_query"] = config["num_key_value_heads"] == 1
+    elif model_type == "falcon":
+        config |= _norms_of_falcon(config, two="blk.0.attn_norm_2.weight" in file.tensors)
     elif model_type in ("starcoder2", "stablelm"):
         config["use_bias" if model_type == "starcoder2" else "use_qkv_bias"] = "attn_q" in biases
+
+
+def _norms_of_falcon(config: Mapping[str, Any], *, two: bool) -> dict[str, Any]:
+    """Which of the Falcons it is: with one head of keys and values, with one for each of queries, or of the newer kind.
+
+    Args:
+        config: with its heads.
+        two: attention and MLP have norms of their own.
+    """
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    newer = two or kv_heads not in (1, heads)
+    return {
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": newer,
+        "multi_query": not newer and kv_heads == 1,
+        "num_ln_in_parallel_attn": 2 if two else 1 if newer else None,
+    }
 
 
 def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
@@ -603,11 +659,15 @@ def _local_blocks(keys: Keys, blocks: int, architecture: Architecture) -> list[b
     return [every == 0 or (index + (not architecture.first)) % every != 0 for index in range(blocks)]
 
 
-def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufWeight]]:
-    outer = {mapped: module for module, mapped in architecture.outer.items()}
-    inner = {mapped: module for module, mapped in architecture.block.items()}
-    found: dict[str, dict[str, GgufWeight]] = {}
+def _tensors(
+    file: GgufFile, architecture: Architecture, config: Mapping[str, Any], names: Names
+) -> Iterator[tuple[str, GgufWeight]]:
     layers = f"{architecture.embedding.rpartition('.')[0]}.{architecture.layers}"
+    outer = {mapped: module for module, mapped in architecture.outer.items()}
+    # Where several modules may be a tensor, it is the one that the class has.
+    modules = sorted(architecture.block, key=lambda module: f"{layers}.0.{module}.weight" in names.shapes)
+    inner = {architecture.block[module]: module for module in modules}
+    found: dict[str, dict[str, GgufWeight]] = {}
     for scalar, key in architecture.scalars.items():
         for place, number in enumerate(_numbers(file, key, config["num_hidden_layers"])):
             weight = GgufWeight((1,), partial(torch.tensor, [number]))
@@ -619,6 +679,8 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
         inside = _IN_BLOCK.fullmatch(name)
         whole = inner.get(inside["tensor"]) if inside else None
         module = inner.get(inside["tensor"].removesuffix(f".{kind}")) if inside else outer.get(base)
+        if architecture.fused and name.endswith(f".attn_qkv.{kind}"):
+            module = architecture.fused
         tensor = whole or f"{module}.{kind}"
         if whole is None and (module is None or kind not in ("weight", "bias")):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
@@ -628,6 +690,8 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             if info.shape[0] % (2 * heads):
                 raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
             weight = weight.pair_neighbours(heads, back=True)
+        if module == architecture.fused and module:
+            weight = weight.take(0, _fused_rows(file, name, architecture, config))
         if base.endswith("_exps"):
             if info.shape[0] != config[architecture.counts["expert_count"]]:
                 raise UserError(
@@ -655,10 +719,23 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             ) from None
 
 
+def _fused_rows(file: GgufFile, name: str, architecture: Architecture, config: Mapping[str, Any]) -> Tensor:
+    """Return where the rows of a checkpoint's queries, keys and values stand in the tensor of a file."""
+    heads, hidden = (config[key] for key in ("num_attention_heads", "hidden_size"))
+    kv_heads, dim = config.get("num_key_value_heads", heads), config.get("head_dim", hidden // heads)
+    if heads % kv_heads or file.tensors[name].shape[0] != (heads + 2 * kv_heads) * dim:
+        rows = file.tensors[name].shape[0]
+        raise UserError(f"{file.path}: {name} has {rows} rows, and {heads} and {kv_heads} heads; download it again")
+    return torch.cat([*rows_of_fused(heads, kv_heads, dim, grouped=architecture.grouped)]).argsort()
+
+
 def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str, GgufWeight]]:
     """Yield a tensor under the names that its class saves it: a stack of all experts, or each of them."""
     module, _, kind = name.rpartition(".")
     bare = module if kind == "weight" else f"{module}_bias"
+    if kind == "weight" and name in names.shapes and len(weight.shape) == 2:
+        owner = names.model.get_submodule(names.parameters(name)[0].rpartition(".")[0])
+        weight = weight.transpose() if isinstance(owner, Conv1D) else weight
     if not weight.parts or name in names.shapes:
         yield name, weight
     elif bare in names.shapes:

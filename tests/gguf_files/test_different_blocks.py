@@ -43,8 +43,14 @@ FORMS = {
     "nemotron_h": ("nemotron_h", NEMOTRON_H, "nemotron_h"),
     "phi3-longrope": ("phi3", LONGROPE, "phi3"),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "starcoder2"),
+    "gpt2": ("gpt2", {"num_hidden_layers": 2, "n_inner": 48, "intermediate_size": None}, "gpt2"),
+    "falcon": ("falcon", {"num_hidden_layers": 2}, "falcon"),
+    "falcon-groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
+    "gpt_neox": ("gpt_neox", {"num_hidden_layers": 2}, "gptneox"),
 }
-HAS_BIASES = ("llama", "mistral", "qwen2", "granite", "starcoder2")
+HAS_BIASES = ("llama", "mistral", "qwen2", "granite", "starcoder2", "gpt2", "gpt_neox")
+HEADS_FIXED = ("gpt2", "falcon", "gptneox")
+"""Architectures whose stock classes have heads that are as wide together as the model."""
 
 
 BARE = ["spaces.heads.compensation.method=none", "spaces.mlp.compensation.method=none"]
@@ -57,15 +63,17 @@ def prune_unevenly(folder, *settings, recipe="flap-global", ratio=0.4):
     return out
 
 
-# Both are filled up, and have Mamba 2.
+# Both are filled up, and have Mamba 2, or biases in fused projections.
 @pytest.mark.parametrize(
-    "name", first_of_each(FORMS, lambda name: FORMS[name][2].replace("falcon-h1", "granitehybrid"))
+    "name",
+    first_of_each(FORMS, lambda name: FORMS[name][2].replace("falcon-h1", "granitehybrid").replace("gptneox", "gpt2")),
 )
 def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     model_type, changes, architecture = FORMS[name]
     folder = save(tmp_path / "model", model_type, **changes)
-    if model_type == "afmoe":  # one key says how wide its experts are
+    # One key says how wide the experts of an afmoe are. Of a falcon three heads are left, which share one of keys.
+    if name in ("afmoe", "falcon"):
         (tmp_path / "heads.yaml").write_text(
             "{version: 1, name: heads, container: remote, widths: per_layer, allocation: across-layers, "
             "spaces: {heads: {score: magnitude}}}"
@@ -76,7 +84,8 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
             folder, *BARE[1:], "widths=per_layer", "allocation=across-layers", "container=remote", recipe="corp-mlp"
         )
     else:
-        out = prune_unevenly(folder, *(() if model_type in HAS_BIASES else BARE))
+        container = ("container=any",) if architecture in HEADS_FIXED else ()
+        out = prune_unevenly(folder, *container, *(() if model_type in HAS_BIASES else BARE))
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="f32")
     assert exported.architecture == architecture
     alike = architecture not in ("deci", "openelm", "nemotron_h", "gemma4")

@@ -1,10 +1,11 @@
 """Every mapped family computes in llama.cpp what it computes in PyTorch."""
 
 import json
+import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 import ckpt_prune
@@ -143,6 +144,11 @@ KIMI = (
 WINDOWS = ["sliding_attention", "full_attention"] * 3
 NANO = WINDOWED | {"vocab_size_per_layer_input": 2000, "intermediate_size": 4096}
 """A Gemma 3n. llama.cpp divides by one column less where it looks for the largest, so that there must be many."""
+NARROW = {"num_hidden_layers": 2, "intermediate_size": None, "num_key_value_heads": None}
+EXACT_GELU = {"gpt_neox", "falcon", "falcon-groups", "mpt"}
+LOOKED_UP = EXACT_GELU | {"starcoder2", "phi", "gpt2", "bloom", "gpt_bigcode"}
+ALIBI = {"num_hidden_layers": 2, "num_attention_heads": 6, "hidden_size": 48}
+"""Heads that are no power of two have slopes of two sequences."""
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -293,6 +299,13 @@ FAMILIES = {
     "jamba-dense": ("jamba", JAMBA | {"num_experts": 1, "mamba_dt_rank": 6, "tie_word_embeddings": True}),
     "kimi_linear": ("kimi_linear", KIMI),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "gpt_neox": ("gpt_neox", {"num_hidden_layers": 2, "use_parallel_residual": False}),
+    "falcon": ("falcon", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "falcon-groups": ("falcon", {"num_hidden_layers": 2, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": ("bloom", ALIBI | {"tie_word_embeddings": True}),
+    "mpt": ("mpt", ALIBI | {"attn_config": {"clip_qkv": 2.0}}),
+    "gpt_bigcode": ("gpt_bigcode", NARROW | {"tie_word_embeddings": True, "n_inner": 48}),
+    "gpt2": ("gpt2", NARROW | {"tie_word_embeddings": True, "n_inner": 48}),
 }
 
 
@@ -307,7 +320,8 @@ def test_a_file_computes_what_pytorch_does(name, tmp_path):
     assert (tmp_path / "m.gguf").stat().st_size == exported.bytes
     exact = "truncate" in changes.get("rope_parameters", {})
     assert any("rounds the bounds of YaRN" in note for note in exported.notes) == exact
-    assert (exported.proof.allowed == 1e-3) == (exact or "gemma" in name or name in ("starcoder2", "phi"))
+    assert (exported.proof.allowed == 1e-3) == (exact or "gemma" in name or name in LOOKED_UP)
+    assert any("GELU by tanh" in note for note in exported.notes) == (name in EXACT_GELU)
 
 
 @pytest.mark.parametrize(("model_type", "blocks"), [("gemma2", 46), ("gemma3_text", 62)])
@@ -422,6 +436,9 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         ),
         ("kimi_linear", KIMI | {"linear_num_heads": 2}, "has as many heads as its attention, and here they are 2 and"),
         ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
+        ("falcon", {"alibi": True, "multi_query": False}, "falcon: it computes alibi False, and config.json has True"),
+        ("gpt2", NARROW | {"scale_attn_by_inverse_layer_idx": True}, "computes scale_attn_by_inverse_layer_idx False"),
+        ("mpt", {"attn_config": {"softmax_scale": 0.5}}, "it computes attn_config.softmax_scale None, and config"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says, tmp_path):
@@ -446,6 +463,23 @@ def test_experts_are_filled_up_to_whole_blocks_of_a_type(name, dense, shared, tm
     assert filled.values["expert_feed_forward_length"] == 32
     assert filled.values["feed_forward_length"] == dense
     assert filled.values.get("expert_shared_feed_forward_length") == shared
+
+
+def test_names_of_the_base_model_are_those_of_a_gpt2(tmp_path):
+    """As it is published, with the masks that transformers no longer saves. Its matrices are (inputs, outputs)."""
+    folder = save(tmp_path / "model", "gpt2", **FAMILIES["gpt2"][1])
+    dense = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in dense.items()}
+    masks = {f"h.{block}.attn.bias": torch.ones(1, 1, 128, 128) for block in range(2)}
+    save_file(bare | masks, folder / "model.safetensors", metadata={"format": "pt"})
+    data = ["--text", proving(folder).text[0], "--samples", 4, "--window", 32, "--evaluate-samples", 0]
+    code, output = run("quantize", folder, "--format", "gguf", "--type", "q8_0", *data, "-o", tmp_path / "q.gguf")
+    assert code == 0, output
+    assert re.search(r"matrices are rounded by what reaches them .*: (9|\d+ by error feedback, \d+) by ", output), (
+        output
+    )
+    stored = open_gguf(tmp_path / "q.gguf").read("blk.1.attn_qkv.weight")
+    torch.testing.assert_close(stored, dense["transformer.h.1.attn.c_attn.weight"].T, rtol=0.02, atol=0.01)
 
 
 def test_blocks_that_llama_cpp_reads_otherwise_are_refused(tmp_path):

@@ -203,6 +203,23 @@ def test_keys_that_contradict_the_rest_are_refused(llama, tmp_path, key, value, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("attention.max_alibi_bias", None, "is missing, and mpt computes 8.0"),
+        ("attention.max_alibi_bias", 16.0, "'16.0', and mpt computes 8.0"),
+        ("feed_forward_length", 100, "'100', and MLPs of mpt are always 4 times as wide as the model: prune the"),
+        ("attention.head_count_kv", 2, "attn_qkv.weight has 144 rows, and 6 and 2 heads; download it again"),
+    ],
+)
+def test_keys_that_an_mpt_has_no_place_for_are_refused(tmp_path, key, value, says):
+    folder = save(tmp_path / "model", "mpt", **FAMILIES["mpt"][1])
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    file = edit_file(tmp_path / "m.gguf", tmp_path / "bad.gguf", **{f"mpt.{key}": value})
+    with pytest.raises(UserError, match=says):
+        ckpt_prune.convert(file, output=tmp_path / "out")
+
+
 def test_an_unknown_architecture_is_refused(llama, tmp_path):
     data = llama[1].read_bytes().replace(b"llama", b"mamba", 1)
     (tmp_path / "m.gguf").write_bytes(data)

@@ -101,7 +101,7 @@ def save(folder: Path, model_type: str, auto: Any = AutoModelForCausalLM, **chan
             elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # of routers
+            if name.endswith("bias") and buffer.is_floating_point():  # of routers
                 buffer.normal_(std=0.3)
             if name.endswith("layer_scalar"):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
