@@ -29,6 +29,7 @@ _LIKE = {
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "smollm"),
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "kormo", "megrez"), "qwen2"),
     **dict.fromkeys(("llama4", "kanana2"), "gpt-4o"),
+    **dict.fromkeys(("poro-chat", "gpt3-finnish"), "bloom"),
 }
 """Pre-tokenizer → the one with the same expressions, under whose name they are known here."""
 _IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}

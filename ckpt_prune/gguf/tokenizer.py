@@ -51,6 +51,8 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
 PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_GPT2,): "gpt-2",
     ("digits", _GPT2): "smollm",
@@ -61,8 +63,16 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_GPT4O,): "gpt-4o",
     (_TEKKEN,): "tekken",
     _DEEPSEEK: "deepseek-v3",
+    (_BLOOM,): "bloom",
+    _FALCON: "falcon",
+    # As Falcons are published. It also cuts between a space and a digit, and bytes that as characters are numbers.
+    ("punctuation", _GPT2, "bytes", "numbers", _FALCON[2]): "falcon",
 }
-"""Expressions that split a text, in their order → the name under which llama.cpp has them."""
+"""Expressions that split a text, in their order → the name under which llama.cpp has them.
+
+A word is a step without an expression: single digits, runs of punctuation or of numbers. "bytes" stands where bytes
+become characters if steps follow.
+"""
 
 
 CHATS: tuple[list[dict[str, str]], ...] = (
@@ -260,22 +270,26 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], where: Path) -> str:
         if step["type"] != "NFC":  # llama.cpp leaves it out of all tokenizers, as of those of Qwen
             raise UserError(f"{where}: llama.cpp has no normalizer {step['type']} for this kind of tokenizer")
     expressions: list[str] = []
-    bytes_last = False
+    in_bytes = False
     for step in _steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
-        bytes_last = step["type"] == "ByteLevel"
-        if bytes_last:
+        if in_bytes and "bytes" not in expressions:
+            expressions.append("bytes")
+        if step["type"] == "ByteLevel":
+            in_bytes = True
             if step.get("add_prefix_space"):
                 raise UserError(f"{where}: llama.cpp puts no space before a text (ByteLevel with add_prefix_space)")
             expressions += [_GPT2] if step.get("use_regex", True) else []
-        elif step["type"] == "Digits" and step.get("individual_digits"):
-            expressions.append("digits")
+        elif step["type"] == "Digits":
+            expressions.append("digits" if step.get("individual_digits") else "numbers")
+        elif step["type"] == "Punctuation" and step["behavior"] == "Contiguous":
+            expressions.append("punctuation")
         elif step["type"] == "Split" and step["behavior"] in ("Isolated", "Removed"):
             pattern = step["pattern"].get("Regex") or step["pattern"]["String"]
             expressions.append(pattern.replace("\r", r"\r").replace("\n", r"\n"))  # some have the characters themselves
         else:
             raise UserError(f"{where}: llama.cpp has no pre-tokenizer {step['type']}")
     name = PRE_TOKENIZERS.get(tuple(expressions))
-    if name is None or not bytes_last:
+    if name is None or not in_bytes:
         raise UserError(f"{where}: llama.cpp's pre-tokenizer for these expressions is not known: {expressions}")
     return "dbrx" if name == "llama-bpe" and not tokenizer["model"].get("ignore_merges") else name
 

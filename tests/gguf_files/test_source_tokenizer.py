@@ -27,7 +27,7 @@ LIKE = (
     *("tekken", *WHOLE, "dbrx", "smaug-bpe", "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt"),
     *("olmo", "jais", "trillion", "granite-docling", "smollm", "starcoder", "refact", "command-r", "codeshell"),
     *("exaone", "minerva-7b", "qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "megrez", "gpt-4o", "llama4"),
-    *("kanana2", "qwen35"),
+    *("kanana2", "qwen35", "bloom", "poro-chat", "gpt3-finnish", "falcon"),
 )
 """Pre-tokenizers that are read."""
 

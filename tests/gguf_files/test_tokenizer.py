@@ -28,13 +28,15 @@ TEMPLATE = (
 def byte_level(folder: Path, expressions: tuple[str, ...], *, ignore_merges: bool = False) -> Path:
     """Train a tokenizer of bytes whose text is split by expressions."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    steps = [
-        pre_tokenizers.Digits(individual_digits=True)
-        if step == "digits"
-        else pre_tokenizers.Split(Regex(step), "isolated")
-        for step in expressions
-    ]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    named = {
+        "digits": pre_tokenizers.Digits(individual_digits=True),
+        "numbers": pre_tokenizers.Digits(individual_digits=False),
+        "punctuation": pre_tokenizers.Punctuation("contiguous"),
+        "bytes": pre_tokenizers.ByteLevel(False, use_regex=False),
+    }
+    last = () if "bytes" in expressions else ("bytes",)
+    steps = [named.get(step) or pre_tokenizers.Split(Regex(step), "isolated") for step in (*expressions, *last)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
