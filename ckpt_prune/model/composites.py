@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 _OF_STACKS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+SEEING = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+"""Auto classes of models that read images with text: these hand their tower what an image processor makes."""
 _STACK = "it is calibrated on pairs of a source and its target, which both stacks read as in training"
 
 
@@ -254,7 +256,10 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
         from ckpt_prune.model.discovery.parts import find_class
 
         if part.stack is None:
-            config["architectures"] = [find_class(config["model_type"], [part.auto])[1]]
+            alone = next((outer for outer, inner in part.modules.items() if not inner), None)
+            module = None if alone is None else names.model.get_submodule(alone)
+            own = find_class(config["model_type"], [part.auto])[1] if module is None else type(module).__name__
+            config["architectures"] = [own]
 
         stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
         found = discover(config, stack, spaceless=spaceless)

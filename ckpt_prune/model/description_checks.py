@@ -18,6 +18,7 @@ from ckpt_prune.model.skeleton import (
     build_skeleton,
     parse_config,
     quiet_transformers,
+    stock_class,
     stored_key,
 )
 from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space, spaces_among
@@ -38,8 +39,10 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     """
     declared = next(iter(config.get("architectures") or []), "")
     family = family.of(declared if family.has_class(declared) else family.architecture)
-    if not hasattr(transformers, family.architecture):
-        raise UserError(f"architectures: this transformers has no class {family.architecture}")
+    try:
+        stock_class(family.architecture, parse_config(dict(config)))
+    except (AttributeError, ImportError) as error:
+        raise UserError(f"architectures: this transformers has no class {family.architecture}") from error
     if not hasattr(transformers, family.auto_class):
         raise UserError(f"architectures: transformers has no {family.auto_class}")
     if unknown := sorted(set(family.stand_ins) - set(known_families())):

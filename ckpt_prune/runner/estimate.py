@@ -38,7 +38,9 @@ from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.context import image_size
 from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.image_inputs import image_inputs
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import stock_class
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.recipe import Recipe
@@ -263,7 +265,7 @@ def estimate_evaluation(
 class _BlankImage:
     """One image, as a vision model is called with it, in place of samples."""
 
-    pixels: Tensor
+    inputs: dict[str, Tensor]
     tokens: int
     fingerprint: str = ""
 
@@ -271,7 +273,7 @@ class _BlankImage:
         return 1
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
-        return {"pixel_values": self.pixels[rows]}
+        return self.inputs
 
 
 def _time_head(vocabulary: int, hidden: int, models: int, device: torch.device) -> float:
@@ -298,8 +300,9 @@ def time_run(
     if one is None and family.modality == "text":
         one = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long))
     elif one is None and family.modality == "image":
-        channels, size = getattr(model.config, "num_channels", 3), image_size(family, model.config)
-        one = _BlankImage(torch.zeros(1, channels, *size), model.tokens)
+        forward = stock_class(family.architecture, model.config).forward
+        inputs = image_inputs(forward, model.config, 1, image_size(family, model.config))
+        one = None if inputs is None else _BlankImage(inputs, model.tokens)
     if one is None:
         return None
     view = ModelView(model, device, container=container_of(model) if model.has_remote_code else None)

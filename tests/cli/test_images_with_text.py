@@ -167,10 +167,6 @@ def test_what_does_not_go_with_both_parts() -> None:
     assert read_refusal("prune", "llava", "--part", "text", "--vision-ratio", "0.2", *DATA, "-o", "out") == (
         "--vision-recipe and --vision-ratio go with --part all"
     )
-    write_talker(Path("no-tower"), "qwen3_vl")
-    assert read_refusal("prune", "no-tower", "--part", "all", *DATA, "-o", "out") == (
-        "--part vision of qwen3_vl cannot be pruned: this version has no description of its vision tower"
-    )
     assert read_refusal(*ALL[:4], "--recipe", "corp-qk", "--ratio", "0.5", *TOWER, *DATA, "-o", "out").startswith(
         "recipe corp-qk "
     )

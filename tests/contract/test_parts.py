@@ -37,8 +37,8 @@ IMAGE = 5
 """The token that stands for one patch of an image."""
 PATCHES = 9
 MELS, FRAMES = 5, 14
-ROWS, START = 4, 6
-"""Of patches of an image that is cut up, and what stands before it."""
+START = 6
+"""What stands before an image that is cut up."""
 TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -196,8 +196,6 @@ class PartCase:
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
         if self.part == "encoder":
             return Sounds(torch.randn(count, MELS, FRAMES, generator=torch.Generator().manual_seed(seed)))
-        if self.model_type == "qwen2_5_vl":
-            return Patches(torch.randn(count, ROWS**2, 96, generator=torch.Generator().manual_seed(seed)))
         pixels = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
         return Pixels(pixels, PATCHES + (self.model_type != "gemma3"))  # SigLIP has no token for the class
 
@@ -209,8 +207,6 @@ class PartCase:
             return self.samples(4, seed=9)
         if self.model_type == "whisper":
             return Heard(windows, torch.randn(4, MELS, FRAMES, generator=torch.Generator().manual_seed(9)))
-        if self.part == "vision" and self.model_type == "qwen2_5_vl":
-            return Seen(windows, torch.randn(4, ROWS**2, 96, generator=torch.Generator().manual_seed(9)))
         if self.model_type.startswith("qwen") or self.model_type in NO_IMAGES:
             return TokenWindows(windows)
         if "clip" not in self.model_type:
@@ -244,40 +240,6 @@ class Sounds:
         return {"input_features": self._features[part]}
 
 
-class Patches(Sounds):
-    """Images as patches that are cut out."""
-
-    tokens, fingerprint = ROWS**2, "patches"
-
-    def batch(self, part: slice) -> dict[str, Tensor]:
-        patches = self._features[part]
-        return {
-            "hidden_states": patches.flatten(0, 1),
-            "grid_thw": torch.tensor([[1, ROWS, ROWS]]).repeat(len(patches), 1),
-        }
-
-
-class Seen(Patches):
-    """Windows of text with an image each: a token stands for four patches."""
-
-    def __init__(self, windows: Tensor, features: Tensor) -> None:
-        super().__init__(features)
-        windows[:, 1 : 2 + ROWS**2 // 4 + 1] = START
-        windows[:, 2 : 2 + ROWS**2 // 4] = IMAGE
-        self._windows = windows
-
-    def batch(self, part: slice) -> dict[str, Tensor]:
-        patches = super().batch(part)
-        ids = self._windows[part]
-        kinds = (ids == IMAGE).int()
-        return {
-            "input_ids": ids,
-            "pixel_values": patches["hidden_states"],
-            "image_grid_thw": patches["grid_thw"],
-            "mm_token_type_ids": kinds,
-        }
-
-
 class Heard(Sounds):
     """Sounds with the text that is said."""
 
@@ -298,7 +260,6 @@ CASES = [
     PartCase("llava", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),
     PartCase("qwen2_5_vl", "text", MLP),
-    PartCase("qwen2_5_vl", "vision", MLP),
     PartCase("qwen2_vl", "text", MLP),
     PartCase("whisper", "encoder", MLP),
     PartCase("siglip", "vision", (*MLP, ("pooling", 0.25))),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.measure.samples.audio import AudioSamples, find_audio
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_all_images
-from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.image_processor import image_settings, load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows, read_talks
-from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
+from ckpt_prune.measure.samples.images import ImageSamples, makes_one_size
 from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, read_pairs, reads_pairs
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
@@ -29,7 +29,8 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
     tokenizer_of,
 )
-from ckpt_prune.model.composites import load_composite
+from ckpt_prune.measure.samples.tower_images import TowerImages
+from ckpt_prune.model.composites import SEEING, load_composite
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.family import DATA_OPTIONS, Modality
 from ckpt_prune.model.model import Model
@@ -256,12 +257,23 @@ def _choose_images(
         files = find_all_images(options.images, labels=options.labels, split="calib")
         place = " and ".join(map(str, options.images))
     chosen = _choose_files(files, place, "image", options, most, skip, say)
-    kind = PatchSamples if model.family.cost_image_size else ImageSamples
-    samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
+    samples = (
+        TowerImages(chosen, processor, model, max_corrupt=options.max_corrupt)
+        if _reads_tiles(model, processor)
+        else ImageSamples(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
+    )
     if samples.skipped:
         named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
         say(f"{len(samples.skipped)} of {len(chosen.paths)} images do not decode and are left out: {named}")
     return samples
+
+
+def _reads_tiles(model: Model, processor: Any) -> bool:
+    """Return whether a tower is handed tiles, patches or images of several sizes by the model that it is a part of."""
+    within = model.checkpoint.within
+    if within is None or load_composite(within.whole.config).auto not in SEEING:
+        return False
+    return not makes_one_size(processor, image_settings(within.whole.config["model_type"]))
 
 
 def _choose_files(

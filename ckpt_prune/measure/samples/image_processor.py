@@ -56,6 +56,17 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{folder}: the image processor does not load: {describe_error(error)}") from error
 
 
+def image_settings(model_type: str) -> dict[str, Any]:
+    """Return how the stock processor of a model of images with text calls its image processor: in tiles, for one."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # it loads all that loads models
+
+    try:
+        stock = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(model_type, ""), None)
+        return dict(getattr(stock, "images_kwargs", {}))
+    except ImportError:  # a package that it reads videos with, or writes numbers out
+        return {}
+
+
 def _load(folder: Path, config: "PreTrainedConfig", *, trust: bool) -> Any:
     # With a config given, transformers does not load the model's own, which under trust would run the model's code.
     return transformers.AutoImageProcessor.from_pretrained(

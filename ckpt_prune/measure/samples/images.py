@@ -3,7 +3,7 @@
 import hashlib
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,8 @@ class ImageSamples:
             values[row] = pixels
         return {"pixel_values": values}
 
-    def _read_pixels(self, path: Path) -> Tensor:
+    def _process(self, path: Path, **settings: Any) -> Any:
+        """Return what the image processor makes of an image under these settings."""
         try:
             image = decode_image(read_unchanged(path, self._stamps))
         except UserError:
@@ -121,19 +122,31 @@ class ImageSamples:
         except Exception as error:
             raise UserError(f"{path} does not decode any more: {describe_error(error)}") from error
         try:
-            processed = self._processor(images=image, return_tensors="pt")
+            return self._processor(images=image, return_tensors="pt", **settings)
         except Exception as error:  # anything, a processor being any code
             raise UserError(f"{path}: the image processor fails on it: {describe_error(error)}") from error
-        return self._take_values(path, processed)
 
-    def _take_values(self, path: Path, processed: Any) -> Tensor:
-        values: Tensor = processed["pixel_values"]
+    def _read_pixels(self, path: Path) -> Tensor:
+        values: Tensor = self._process(path)["pixel_values"]
         if values.dim() != 4 or len(values) != 1:
             raise UserError(
                 f"the image processor makes {_times(values.shape)} values of one image, not 1 x channels x height x "
                 "width: models that cut images into tiles are not supported"
             )
         return values[0].float()
+
+
+def makes_one_size(processor: Any, settings: Mapping[str, Any]) -> bool:
+    """Return whether an image processor makes one array of any image, and all of one size: no tiles and no patches."""
+    blanks = (Image.new("RGB", size) for size in (_BLANK, (2 * _BLANK[0], _BLANK[1])))
+    try:
+        shapes = {
+            tuple(processor(images=each, return_tensors="pt", **settings)["pixel_values"].shape) for each in blanks
+        }
+    except Exception as error:  # anything, a processor being any code
+        raise UserError(f"the image processor makes no image of a blank one: {describe_error(error)}") from error
+    first, *others = shapes
+    return not others and len(first) == 4 and first[0] == 1
 
 
 def size_of_blank(processor: Any) -> tuple[int, int]:
@@ -143,45 +156,6 @@ def size_of_blank(processor: Any) -> tuple[int, int]:
     except Exception as error:  # anything, a processor being any code
         raise UserError(f"the image processor makes no image of a blank one: {describe_error(error)}") from error
     return int(height), int(width)
-
-
-class PatchSamples(ImageSamples):
-    """Images that the processor cuts into patches (Qwen-VL), all into the same rows and columns.
-
-    Attributes:
-        size: (patches, numbers of one patch) of every image.
-    """
-
-    _grid: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        return int(self.size[0])
-
-    def batch(self, rows: slice) -> dict[str, Tensor]:
-        """Decode and preprocess a run of images.
-
-        Returns:
-            `hidden_states`, float32 (images x patches, numbers), and `grid_thw`, int64 (images, 3), on CPU.
-        """
-        values = super().batch(rows)["pixel_values"]
-        assert self._grid is not None
-        return {"hidden_states": values.flatten(0, 1), "grid_thw": self._grid.repeat(len(values), 1)}
-
-    def _take_values(self, path: Path, processed: Any) -> Tensor:
-        values, grid = processed.get("pixel_values"), processed.get("image_grid_thw")
-        if grid is None or len(grid) != 1 or values.dim() != 2:
-            raise UserError(f"{path}: the image processor makes no patches of it with their rows and columns")
-        if self._grid is None:
-            self._grid = grid
-        if not torch.equal(grid, self._grid):
-            shape, first = (" x ".join(map(str, own[0, 1:].tolist())) for own in (grid, self._grid))
-            raise UserError(
-                f"{path} is cut into {shape} patches, {self.paths[0]} into {first}: give images of one size "
-                "(`mogrify -resize 448x448! *.jpg` makes such)"
-            )
-        patches: Tensor = values.float()
-        return patches
 
 
 def decode_image(data: bytes) -> Image.Image:

@@ -47,6 +47,13 @@ def reads_whole(samples: "Samples") -> bool:
     return reads_whole(samples.samples) if isinstance(samples, _Part) else hasattr(samples, "whole_inputs")
 
 
+def runs_alone(samples: "Samples") -> bool:
+    """Return whether each sample is run by itself: of the whole, or of as many tokens as it needs (`TowerImages`)."""
+    if isinstance(samples, _Part):
+        return runs_alone(samples.samples)
+    return reads_whole(samples) or bool(getattr(samples, "varies", False))
+
+
 class Samples(Protocol):
     """Samples of equal length. Folds are contiguous runs of them."""
 
@@ -200,5 +207,5 @@ class ShortWindows(_Part):
 
 def split_batches(samples: Samples, tokens: int) -> list[slice]:
     """Cut samples into runs of at most so many tokens, or of one sample."""
-    size = max(1, tokens // samples.tokens)
+    size = 1 if runs_alone(samples) and not reads_whole(samples) else max(1, tokens // samples.tokens)
     return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]

@@ -59,7 +59,8 @@ class EndDistances:
         sums = torch.zeros(ends, ends, dtype=torch.float64)
         for _, rows in stream.batches:
             counted = stream.counted(rows)
-            batch = [end[rows].flatten(0, -2) if counted is None else end[rows][counted.cpu()] for end in states]
+            batch = [stream.cut(rows, end[rows]).flatten(0, -2) for end in states]
+            batch = batch if counted is None else [end[counted.flatten().cpu()] for end in batch]
             # A few tokens at all ends at a time: a processor's cache holds them.
             for start in range(0, len(batch[0]), ROWS):
                 part = torch.stack([end[start : start + ROWS] for end in batch]).to(stream.factory.device)

@@ -138,7 +138,7 @@ class _Pair:
         if number is not None and tokens is None:
             return None
         if self.theirs is None:
-            target = _rows(self.dense.states[rows].to(self.dense.factory.device))
+            target = _rows(self.dense.cut(rows, self.dense.states[rows]).to(self.dense.factory.device))
         else:
             target = self.theirs.after(space)
         target = target if self.narrow is None else self.narrow(target.double())
@@ -226,10 +226,11 @@ class ResidualBlock:
     def run(self, rows: slice, states: Tensor | None = None) -> None:
         """Let samples go through the block, as far as is needed; they enter it as the stream has them by default."""
         entering = self._stream.states[rows] if states is None else states
-        self._entered = entering.to(self._stream.factory.device)
+        entering = entering.to(self._stream.factory.device)
+        self._entered = self._stream.cut(rows, entering)
         self._awaited = {self._columns[space].consumer for space in self._spaces}
         with suppress(AllSeenError):
-            self.left = self._stream.run(self.block, self._index, self._entered, rows)
+            self.left = self._stream.cut(rows, self._stream.run(self.block, self._index, entering, rows))
 
     @property
     def _is_post_norm(self) -> bool:
@@ -239,7 +240,8 @@ class ResidualBlock:
         """
         if any(space.norm is not None for space in self._columns.values()):
             return False
-        return torch.equal(self.inputs[self._first], self._entered)
+        read = self.inputs[self._first]
+        return read.numel() == self._entered.numel() and torch.equal(read.reshape(self._entered.shape), self._entered)
 
     def _is_attention(self, space: SpaceName) -> bool:
         return self._stream.factory.family.mixes(space)

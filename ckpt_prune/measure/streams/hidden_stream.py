@@ -21,6 +21,7 @@ from ckpt_prune.measure.samples.samples import (
     counted_tokens,
     move_batch,
     reads_whole,
+    runs_alone,
     scored_tokens,
     whole_inputs,
 )
@@ -36,6 +37,7 @@ from ckpt_prune.measure.streams.recorders import (
     HandedArguments,
     Rows,
     by_width,
+    pad_tokens,
     results_of,
     sample_axis,
 )
@@ -125,7 +127,7 @@ class HiddenStream:
         stays = getattr(allocate, "has_room", lambda _: True) if factory.device.type == "cpu" else lambda _: False
         self.memory = BlockMemory(stays)
         # What blocks are passed differs from window to window where images are in them.
-        alone = reads_whole(samples)
+        alone = runs_alone(samples)
         per_batch = 1 if alone else max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
         self.batches: list[tuple[int, slice]] = [
@@ -146,8 +148,7 @@ class HiddenStream:
     def _enter(self, sizes: set[int]) -> None:
         """Run what comes before the blocks, and record what blocks are passed."""
         family, factory = self.factory.family, self.factory
-        alone = isinstance(self._handed, HandedAlone)
-        if alone:
+        if reads_whole(self.samples):
             surroundings = Whole(factory)
             model = surroundings.load(self._read)
             recorders = make_recorders(surroundings, model, adds=True)
@@ -168,20 +169,26 @@ class HiddenStream:
         # A cache would be among what is recorded, and go on filling at every batch.
         options = {"use_cache": False} if family.reads_tokens else {}
         for position, rows in enumerate([*batches, *more]):
-            batch = (whole_inputs(self.samples, rows.start) if alone else None) or self.samples.batch(rows)
+            batch = whole_inputs(self.samples, rows.start) or self.samples.batch(rows)
             inputs = move_batch(batch, factory.device, factory.dtype) | options
             with suppress(_LastBlockReachedError), refuse_data():
                 recorders.run(partial(model, **inputs))
             entering, handed = recorders.entering, recorders.handed
             results = {space: compute(entering, handed[0])[1:] for space, compute in narrow.items()}
             self._handed.keep(rows, by_width(handed, recorders.others, results) if narrow else handed)
+            if isinstance(self._handed, HandedAlone) and not reads_whole(self.samples):
+                self._handed.shapes[rows.start] = tuple(entering.shape)
+                entering = entering.reshape(1, -1, entering.shape[-1])
             is_known = family.stage is not None  # there the tokens of a sample are near their number alone
             self._axis = 0 if is_known else sample_axis(entering.shape, self.samples.tokens)
             entering = self._by_sample(entering, rows.stop - rows.start)
-            if position == 0:
+            if position == 0 or (self._varies and entering.shape[1] > self.states.shape[1]):
+                before = self.states if position else None
                 self.states = self._allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
+                if before is not None:
+                    self.states[: rows.start] = pad_tokens(before[: rows.start], entering.shape[1])
             if position < len(batches):
-                self.states[rows] = entering.cpu()
+                self.states = self.put(self.states, rows, entering)
 
     def _first_results(self, kept: KeptUnits) -> Callable[[Tensor, Handed], tuple[Any, ...]]:
         """Return what computes all that the first block with these units returns, hidden states first."""
@@ -203,8 +210,22 @@ class HiddenStream:
             self.memory.batch = number
             yield batch
 
+    @property
+    def _varies(self) -> bool:
+        """Whether samples have as many tokens as they need, of which blocks are passed no others."""
+        return isinstance(self._handed, HandedAlone) and bool(self._handed.shapes)
+
+    def cut(self, rows: slice, states: Tensor) -> Tensor:
+        """Return the tokens of these samples that blocks are passed, of their states (B, T, hidden)."""
+        if not (self._varies and isinstance(self._handed, HandedAlone)):
+            return states
+        return states[:, : self._handed.tokens(rows.start)]
+
     def counted(self, rows: slice) -> Tensor | None:
-        """Return which tokens of these samples are no padding, (B, T) bool; None for all."""
+        """Return which of the tokens that blocks are passed are no padding, as these have them, bool; None for all."""
+        if self._varies and isinstance(self._handed, HandedAlone):
+            own = self._handed.counted(rows.start)
+            return None if own is None else own.to(self.factory.device)
         counted = counted_tokens(self.samples, rows)
         if counted is None:
             return None
@@ -418,6 +439,7 @@ class HiddenStream:
             states: of all samples.
             rows: samples of the output.
         """
+        output = pad_tokens(output, states.shape[1]) if self._varies else output
         shape = (len(states), *output.shape[1:])
         leaving = states if states.shape == shape else self._allocate(shape, states.dtype)
         leaving[rows] = output.cpu()

@@ -216,6 +216,9 @@ class Readout:
 
         def leave(entering: Tensor) -> Tensor:
             nonlocal flat
+            if entering.dim() < 4 and len(states) == 1 and entering.shape != leaving.shape:
+                flat = True  # of one image, perhaps in tiles, which has as many tokens as it needs
+                return leaving[0, : entering[..., 0].numel()].view(entering.shape)
             axis = sample_axis(entering.shape, count_tokens(batch, states))
             flat = axis is None
             return leaving.flatten(0, 1) if axis is None else leaving.movedim(0, axis)
@@ -226,7 +229,7 @@ class Readout:
         finally:
             self._recorders.leave = lambda entering: entering
         outputs = select_outputs(result, logits=self.logits)
-        return [output.view(len(states), -1, *output.shape[1:]) for output in outputs] if flat else outputs
+        return [output.reshape(len(states), -1, output.shape[-1]) for output in outputs] if flat else outputs
 
     @torch.no_grad()
     def head_inputs(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:

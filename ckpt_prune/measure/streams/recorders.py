@@ -4,16 +4,19 @@ A block needs no code of its own to be run alone. What the stock model passes it
 inputs made for every block) is kept while the model runs with recorders, and passed again when the block runs.
 """
 
+import hashlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.streams.state_memory import Allocate
@@ -212,13 +215,36 @@ Shared = Mapping[Any, tuple[Tensor, ...]]
 class HandedAlone:
     """The arguments of all blocks' calls for samples that are entered, and run, one by one (`HandedArguments`).
 
-    What blocks share is kept once for a sample. The arguments are those of `HandedArguments`.
+    What blocks share is kept once for a sample, and once for all samples whose numbers are the same. The arguments are
+    those of `HandedArguments`.
+
+    Attributes:
+        shapes: of hidden states that enter the first block, by the number of the sample, where these have as many
+            tokens as it needs, in an axis or two: images of several sizes, or in tiles. They are run without padding.
     """
 
     def __init__(self, allocate: Allocate, name: str, *, shares: bool = False) -> None:
         self._allocate, self._name, self._shares = allocate, name, shares
+        self.shapes: dict[int, tuple[int, ...]] = {}
         self._of: dict[int, list[Handed]] = {}
+        self._known: dict[tuple[Any, ...], Tensor] = {}
         self._shared: dict[int, dict[Any, tuple[Tensor, ...]]] = defaultdict(dict)  # of each sample
+
+    def tokens(self, number: int) -> int:
+        """Return how many tokens a sample of `shapes` has."""
+        return prod(self.shapes[number][:-1])
+
+    def counted(self, number: int) -> Tensor | None:
+        """Return which tokens of a sample of `shapes` others may attend to, in that shape; None for all.
+
+        No token attends to padding, which is there where a processor makes all images as long as the longest may be.
+        """
+        mask = self._of[number][0].options.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
+            return None
+        allowed = mask if mask.dtype == torch.bool else mask == 0
+        counted = allowed.any(-2).any(1).expand(self.shapes[number][0], -1)
+        return None if bool(counted.all()) or counted.shape != self.shapes[number][:-1] else counted
 
     def keep(self, rows: slice, handed: Sequence[Handed]) -> None:
         """Keep what blocks were passed with one sample."""
@@ -233,7 +259,11 @@ class HandedAlone:
             if not isinstance(value, Tensor):
                 return value
             if id(value) not in kept:
-                kept[id(value)] = self._allocate(tuple(value.shape), value.dtype).copy_(value)
+                numbers = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                known = tuple(value.shape), value.dtype, hashlib.sha256(numbers).digest()
+                if known not in self._known:
+                    self._known[known] = self._allocate(tuple(value.shape), value.dtype).copy_(value)
+                kept[id(value)] = self._known[known]
             return kept[id(value)]
 
         self._of[rows.start] = [_replace(own, map(keep, _leaves(own))) for own in handed]
@@ -247,8 +277,10 @@ class HandedAlone:
             handed = self._of[number][block]
             leaves = (leaf.to(states.device) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(handed))
             keep = partial(self._share, number) if self._shares else None
-            known = {**self._shared[number]}
-            outputs.append(_run(module, block, _replace(handed, leaves), one, self._name, known, keep)[0])
+            known, shape = {**self._shared[number]}, self.shapes.get(number)
+            entering = one if shape is None else one[0, : self.tokens(number)].view(shape)
+            leaving = _run(module, block, _replace(handed, leaves), entering, self._name, known, keep)[0]
+            outputs.append(leaving if shape is None else pad_tokens(leaving.flatten(0, -2)[None], one.shape[1]))
         return torch.cat(outputs)
 
     def _share(self, number: int, made: Shared) -> None:
@@ -464,6 +496,11 @@ def _is_of_size(first: Tensor, value: Tensor, count: int) -> bool:
     if value is not first:
         return first.shape == value.shape and torch.equal(first, value)
     return value.dim() == 0 or len(value) != count or torch.equal(value, value[:1].expand_as(value))
+
+
+def pad_tokens(states: Tensor, tokens: int) -> Tensor:
+    """Return states (B, T, hidden) with zeros behind them, so that a sample has so many tokens."""
+    return functional.pad(states, (0, 0, 0, tokens - states.shape[1])) if states.shape[1] < tokens else states
 
 
 def token_axis(shape: Sequence[int], tokens: int) -> int:

@@ -29,14 +29,17 @@ from ckpt_prune.model.discovery.trace import (
     reads_of_others,
     trace_block,
 )
-from ckpt_prune.model.discovery.twin import IMAGE, KEYS, RATIO, Twin
+from ckpt_prune.model.discovery.twin import IMAGE, IMAGES, KEYS, RATIO, Twin
 from ckpt_prune.model.family import QUOTIENTS
+from ckpt_prune.model.image_inputs import are_images
 from ckpt_prune.model.nested_keys import flat_keys, read_key, with_keys
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
 _GROUPS = ("n_group", "topk_group")
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+_USUAL_IMAGE = (448, 448)
+"""Height and width that costs of towers are stated for which take any size, and name none."""
 _LINEAR_HEADS = rf"{_KEY_HEADS}|mamba\w*_heads|linear_num_heads"
 
 
@@ -196,7 +199,7 @@ class Describer:
             whose, beside = ("", "") if self.stack is None else (f"the {self.stack} of ", self._beside)
             raise UserError(f"no space of {whose}{self.twin.architecture} was found: {self._said()}{beside}")
         model: Any = self.twin.model
-        outside = self._images() if "pixel_values" in self.twin.batch else self._texts()
+        outside = self._images() if are_images(self.twin.batch) else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - QUOTIENTS.keys():
             self.add_dimension(key, self.values[key], [key])
@@ -256,13 +259,22 @@ class Describer:
 
     def _images(self) -> dict[str, Any]:
         """Return what a description says of a model of images outside its blocks: linear modules that see no tokens."""
-        rows = self._rows_of_images()
-        linears = {path for path, each in self.twin.model.named_modules() if is_linear(each)}
-        pooled = [path for path in rows if path in linears and rows[path] == 1 and not path.startswith(self.layers)]
+        rows = {path: own for path, own in self._rows_of_images().items() if not path.startswith(self.layers)}
+        modules = dict[str, nn.Module](self.twin.model.named_modules())
+        linears = {path for path, each in modules.items() if is_linear(each)}
+        pooled = [path for path in rows if path in linears and rows[path] == 1]
         of_class: dict[str, Any] = {"auto": self.auto, "pooled": pooled}
         stated: dict[str, Any] = {"architectures": {self.twin.architecture: of_class}, "modality": "image"}
         if self.stage is None:
-            return stated | {"special_tokens": self.runs[0].places[1] - patches(self.twin.parsed)}
+            tokens, config = prod(self.runs[0].places) // IMAGES, self.twin.parsed
+            plain = linears - {*pooled} | {path for path, each in modules.items() if isinstance(each, nn.Conv3d)}
+            others = {path: own / tokens for path, own in rows.items() if path in plain and own != tokens}
+            is_sized = hasattr(config, "image_size")
+            return stated | {
+                "special_tokens": tokens - patches(config, (IMAGE, IMAGE)),
+                **({} if is_sized else {"cost_image_size": _USUAL_IMAGE}),
+                **({"multiplied_per_token": others} if others else {}),
+            }
         places = self.runs[-1].places[1]
         side = isqrt(places)  # a class token may stand before them
         return stated | {"stage": self.stage, "stride": IMAGE / side, "special_tokens": places - side**2}
@@ -273,13 +285,15 @@ class Describer:
 
         def see(path: str) -> Any:
             def note(module: nn.Module, _arguments: Any, output: torch.Tensor) -> None:
-                width = output.shape[1] if isinstance(module, nn.Conv2d) else output.shape[-1]
-                rows[path] = output.numel() // width // len(self.twin.batch["pixel_values"])
+                width = output.shape[1] if isinstance(module, nn.Conv2d | nn.Conv3d) else output.shape[-1]
+                rows[path] = output.numel() // width // IMAGES
 
             return note
 
         seen = [
-            each for each in self.twin.model.named_modules() if is_linear(each[1]) or isinstance(each[1], nn.Conv2d)
+            each
+            for each in self.twin.model.named_modules()
+            if is_linear(each[1]) or isinstance(each[1], nn.Conv2d | nn.Conv3d)
         ]
         hooks = [module.register_forward_hook(see(path)) for path, module in seen]
         self.twin.outputs()

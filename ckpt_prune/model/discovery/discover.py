@@ -179,8 +179,13 @@ def _find(plain: dict[str, Any], architecture: str, auto: str, stack: str | None
     import transformers
 
     start = time.process_time()
-    draft, other = _draft(plain, architecture, auto, stack)
-    proofs = _prove(draft, other)
+    try:
+        draft, other = _draft(plain, architecture, auto, stack)
+        proofs = _prove(draft, other)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, StopIteration) as error:
+        raise UserError(f"the blocks of {architecture} cannot be run by themselves: {one_line(error)}") from error
     proven = {name: proof.model_dump() for name, proof in proofs.items()}
     found = {"proofs": proven, "whole": draft.whole, "transformers": transformers.__version__}
     draft.description["found"] = found
@@ -203,10 +208,6 @@ def _draft(plain: dict[str, Any], architecture: str, auto: str, stack: str | Non
         draft, other = _draft(plain | switch.values, architecture, auto, stack)
         draft.description["width_switches"] = {**switch.values, **draft.description.get("width_switches", {})}
         return draft, other
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, StopIteration) as error:
-        raise UserError(f"the blocks of {architecture} cannot be run by themselves: {one_line(error)}") from error
 
 
 def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:

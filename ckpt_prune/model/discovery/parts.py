@@ -1,10 +1,11 @@
-"""Finds the text part of a model that is made of several, in its stock class, and stages of a model of images."""
+"""Finds text part and tower of a model that is made of several, in its stock class, and stages of a model of images."""
 
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import count_stages, known_families, load_family
@@ -24,6 +25,7 @@ _BARE = ("AutoModel", "AutoModelForTextEncoding")
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 _IMAGES = ("AutoModelForImageClassification", "AutoModel")
 _STAGE = "it is calibrated on images, which all stages read"
+_OWN_IMAGES = "it is calibrated on its own images"
 _ONLY_TEXT = "it is calibrated on text alone: what its blocks see of images plays no part in what goes"
 
 
@@ -60,21 +62,40 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{model_type} is made of several models, and holds no {own}")
     seen = next((kind for kind in ("vision", "audio") if hasattr(config, f"{kind}_config")), None)
     note = f"{_ONLY_TEXT}; --data FILE calibrates it on both" if seen == "vision" else _ONLY_TEXT
+    parts = {
+        "text": {
+            "config": "text_config",
+            "auto": auto,
+            "modules": modules,
+            "keeps": _fixed_spaces(text.model_type),
+            "note": note,
+        }
+    }
+    refused = {}
+    if seen == "vision" and config.vision_config is None:
+        refused["vision"] = f"this {model_type} has no vision_config"
+    elif seen == "vision":
+        try:
+            parts["vision"] = _find_tower(whole, config.vision_config)
+        except UserError as error:
+            refused["vision"] = str(error)
     return {
         "model_type": model_type,
         "architecture": architecture,
         "auto": whole_auto,
-        "parts": {
-            "text": {
-                "config": "text_config",
-                "auto": auto,
-                "modules": modules,
-                "keeps": _fixed_spaces(text.model_type),
-                "note": note,
-            }
-        },
-        "refused": {"vision": "this version has no description of its vision tower"} if seen == "vision" else {},
+        "parts": parts,
+        "refused": refused,
     }
+
+
+def _find_tower(whole: nn.Module, config: Any) -> dict[str, Any]:
+    """Return the description of the tower of a config, the model in another that reads images; UserError if none."""
+    models = ((path, each) for path, each in whole.named_modules() if path and isinstance(each, PreTrainedModel))
+    path = next((path for path, each in models if type(each.config) is type(config)), None)
+    if path is None:
+        raise UserError("it has no tower: what it makes of images goes into its text part at once")
+    keeps = _fixed_spaces(config.model_type)
+    return {"config": "vision_config", "auto": "AutoModel", "modules": {path: ""}, "keeps": keeps, "note": _OWN_IMAGES}
 
 
 def _fixed_spaces(model_type: str) -> dict[str, str]:
@@ -91,7 +112,7 @@ def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = 
     The type of a part may be that of no Auto class, though the class of the whole's type is made of its config.
 
     Args:
-        declared: classes that a config.json names: one of these before others.
+        declared: classes that a config.json names: one of these before others, also if no Auto class loads it.
     """
     import transformers
 
@@ -104,6 +125,7 @@ def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = 
         module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
         names = {name for name, each in vars(module).items() if getattr(each, "config_class", None) is config_class}
         classes = [(auto, name) for auto, stock in stocks.items() for name in sorted(names & {*stock.values()})]
+        classes = classes or [(autos[-1], name) for name in declared if name in names]
     if not classes:
         raise UserError(
             f"transformers {transformers.__version__} has no model of text or images for config.json of type "

@@ -163,7 +163,7 @@ def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
     def see(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = dict(options)
         states = arguments[0] if arguments else given.pop("hidden_states")
-        places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places
+        places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places(states)
         path = f"{layers}.{numbers[block]}"
         empty = (name for name, value in given.items() if isinstance(value, MutableMapping) and not value)
         shared = runs[0].shared if runs else tuple(empty)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import product
 from math import gcd
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.model.image_inputs import are_images, image_inputs
 from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
 
 VOCABULARY, POSITIONS, TOKENS = 101, 128, 24
-IMAGE, PATCH, WINDOW = 64, 8, 2
-"""Height and width of a twin's images, of the largest patches that these are cut into, and of windows of patches."""
+IMAGES, IMAGE, PATCH, WINDOW, MERGED = 2, 64, 8, 2, 2
+"""Images of a twin, their height and width, of the largest patches that they are cut into, of windows of patches, and
+of what is merged."""
 CHUNK = 8
 """Tokens that linear attention takes at a time."""
 MOST_WEIGHTS = 30_000_000
@@ -100,6 +103,8 @@ _NUMBERS: dict[str, int] = {
     r"rotary_dim": 8,
     r"local_radius": 7,
     r"image_size": IMAGE,
+    r"pooling_kernel_size|spatial_merge_size|temporal_patch_size": MERGED,
+    r"out_hidden_size": 136,
     r"base_channels": 32,
 }
 """Config keys that are no axis of a space → a small number."""
@@ -110,7 +115,7 @@ RATIO = r"mlp_ratios?"
 """Config keys that state columns of MLPs as a multiple of the hidden size."""
 _BACKBONE = ("_out_features", "_out_indices", "out_features", "out_indices", "stage_names", "pool_scales")
 """Keys that name blocks which other models read, by numbers that a small model may not have."""
-_LAYERS = r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks"
+_LAYERS = r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks|depth"
 _SHARING = "num_kv_shared_layers"
 """The config key of how many of the last blocks read keys and values of others."""
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
@@ -128,7 +133,7 @@ class Twin:
         config: its config.json.
         parsed: the same as transformers has it.
         batch: what it is called with: text (2, `TOKENS`), and of an encoder-decoder the text that it makes of it; or
-            images (2, channels, `IMAGE`, `IMAGE`).
+            images (`image_inputs`).
     """
 
     model: nn.Module
@@ -138,10 +143,9 @@ class Twin:
     architecture: str
     sizes: Sizes
 
-    @property
-    def places(self) -> tuple[int, int]:
-        """Samples and tokens of the batch."""
-        return (2, TOKENS)
+    def places(self, states: Tensor) -> tuple[int, int]:
+        """Return samples and tokens of the batch, of whose states all tokens may stand in one axis."""
+        return (IMAGES, states[..., 0].numel() // IMAGES) if are_images(self.batch) else (2, TOKENS)
 
     @torch.no_grad()
     def outputs(self) -> Tensor:
@@ -233,6 +237,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
                 small[key] = 2
             elif key == "image_size":
                 small[key] = [IMAGE for _ in value]
+            elif key == "patch_size":
+                small[key] = [min(each, PATCH) for each in value]
             elif depth and _numbers_blocks(key, value):
                 small[key] = [each if each < 0 else blocks.index(each) for each in value if each < 0 or each in blocks]
             else:
@@ -327,7 +333,7 @@ def _picked_blocks(values: Mapping[str, Any], depth: int) -> list[int]:
 
 def _numbers_blocks(key: str, value: Any) -> bool:
     """Return whether a value of a config lists numbers of blocks."""
-    if not isinstance(value, list) or not re.search(r"layer|idx", key):
+    if not isinstance(value, list) or not re.search(r"layer|idx|indexes", key):
         return False
     return bool(value) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
 
@@ -409,9 +415,12 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     if model.main_input_name == "input_features":  # of sounds: two frames make a token
         frames = (2, parsed.num_mel_bins, 2 * parsed.max_source_positions)
         batch = {"input_features": torch.randn(frames, generator=torch.Generator().manual_seed(1))}
-    if model.main_input_name == "pixel_values":
-        images = (2, getattr(parsed, "num_channels", 3), IMAGE, IMAGE)
-        batch = {"pixel_values": torch.randn(images, generator=torch.Generator().manual_seed(1))}
+    images = (
+        None
+        if "input_ids" in signature(model.forward).parameters
+        else image_inputs(model.forward, parsed, IMAGES, (IMAGE, IMAGE))
+    )
+    batch = batch if images is None else images
     if getattr(parsed, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = tokens.flip(0, 1)
     twin = Twin(model, small, parsed, batch, architecture, sizes)

@@ -1,0 +1,58 @@
+"""What classes of images are called with: whole images, or their patches with where these lie, as towers take them."""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GRID, _PLACES, _SHAPES = "grid_thw", "pixel_position_ids", "spatial_shapes"
+"""Arguments by which a class is told how patches lie that its processor cut out: Qwen-VL's, Gemma 4's, SigLIP 2's."""
+
+
+def image_inputs(
+    forward: Callable[..., Any], config: Any, images: int, size: tuple[int, int]
+) -> dict[str, Tensor] | None:
+    """Return random images as a model takes them, alone or with their places; None if it reads none.
+
+    Args:
+        forward: of the model.
+        config: of the model.
+        images: how many.
+        size: height and width, multiples of twice a patch's.
+    """
+    taken = signature(forward).parameters
+    channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
+    given = {name for name in (_GRID, _PLACES, _SHAPES) if name in taken}
+    if not given:
+        return {"pixel_values": _draw(images, channels, *size)} if "pixel_values" in taken else None
+    patch = _first(config.patch_size)
+    rows, columns = (length // patch for length in size)
+    numbers = channels * patch**2 * _first(getattr(config, "temporal_patch_size", 1))
+    if _GRID in given:
+        merged = {"merge_sizes": torch.full((images,), 2)} if "merge_sizes" in taken else {}
+        name = "hidden_states" if "hidden_states" in taken else "pixel_values"
+        grid = torch.tensor([[1, rows, columns]]).repeat(images, 1)
+        return {name: _draw(images * rows * columns, numbers), _GRID: grid} | merged
+    patches = {"pixel_values": _draw(images, rows * columns, numbers)}
+    if _PLACES in given:
+        down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        return patches | {_PLACES: torch.stack([right.flatten(), down.flatten()], -1)[None].repeat(images, 1, 1)}
+    mask = torch.ones(images, rows * columns, dtype=torch.long)
+    masks = {"pixel_attention_mask": mask} if "pixel_attention_mask" in taken else {}
+    return patches | masks | {_SHAPES: torch.tensor([[rows, columns]]).repeat(images, 1)}
+
+
+def are_images(batch: Mapping[str, Tensor]) -> bool:
+    """Return whether a model of images is called with this."""
+    return "pixel_values" in batch or _GRID in batch
+
+
+def _first(size: Any) -> int:
+    """Return the height of what is stated as one number or as two."""
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))

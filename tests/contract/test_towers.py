@@ -1,0 +1,85 @@
+"""Towers that are found, calibrated on the images of conversations, against the whole model pruned by hand."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import ckpt_prune
+from ckpt_prune.measure.samples.image_files import ImageFiles
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
+from ckpt_prune.measure.samples.tower_images import TowerImages
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.verification.verify import verify
+from tests.encoders import DEFAULTS, STRENGTH
+from tests.images import write_image
+from tests.pairs import choose_cases
+from tests.talks import NEEDS, READERS, write_rows, write_talker
+
+from .test_parts import COMPUTED, InComposite, PartCase, composite_of
+from .whole import assert_same_outputs, outputs
+
+TOKENS = 200
+ALONE = ("gemma3", "llava")
+"""Their towers read images of one size, and are run as models of their own."""
+
+
+class OneWindow:
+    """A window that holds all images."""
+
+    tokens, fingerprint = TOKENS, "one"
+
+    def __init__(self, windows: ImageTextWindows) -> None:
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return 1
+
+    def batch(self, _rows: slice) -> dict[str, Tensor]:
+        return self.windows.whole_inputs(0)
+
+
+@pytest.mark.parametrize(
+    "model_type", choose_cases([each for each in READERS if each not in ALONE], ("qwen3_vl", "llava_next").__contains__)
+)
+def test_equals_the_whole_pruned_by_hand(model_type: str, tmp_path: Path) -> None:
+    """Images of several sizes, in tiles or patches: the tower is handed what its whole makes of each."""
+    if find_spec(NEEDS.get(model_type, "torch")) is None:
+        pytest.skip(f"the processor of {model_type} imports {NEEDS[model_type]}, which is not installed")
+    folder, rows = tmp_path / model_type, write_rows(tmp_path)
+    stock = write_talker(folder, model_type)
+    for number, image in enumerate(sorted((tmp_path / "images").iterdir())):
+        write_image(image, number, ((16, 16), (32, 16), (16, 32))[number % 3])
+    case = PartCase(model_type, "vision", (("mlp", 0.5),))
+    case.__dict__["model"] = stock
+    model = open_model(str(folder), Opening(part="vision"))
+    assert model.checkpoint.within is not None
+    reader = Reader(model.checkpoint.within.whole, trust=False)
+    windows = pack_windows(reader, rows, samples=1, window=TOKENS, seed=0, config=stock.config.get_text_config())
+    paths = tuple(path for written in windows.rows[0] for path in written.images)
+    images = TowerImages(ImageFiles(paths), load_processor(folder), model)
+    assert len(images) > 3
+    recipe = tmp_path / "recipe.yaml"
+    fit = {"ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
+    spaces = {"mlp": DEFAULTS["mlp"] | fit}
+    recipe.write_text(json.dumps({"version": 1, "name": "test", "target": "dense", "spaces": spaces}))
+    (tmp_path / "seen").mkdir()
+    for number, path in enumerate(paths):
+        (tmp_path / "seen" / f"{number:03}.png").write_bytes(path.read_bytes())
+    data = {"images": tmp_path / "seen", "evaluate_samples": 0}
+    ckpt_prune.prune(folder, part="vision", recipe=recipe, output=tmp_path / "out", **data)
+    composite = InComposite(case, model)
+    composite.model = composite.whole
+    (tower,) = composite_of(stock.config).part("vision").modules
+    composite.path = lambda *place: f"{tower}.{InComposite.path(composite, *place)}"  # type: ignore[method-assign]
+    composite.prune(OneWindow(windows), {"mlp": "ridge"})
+    assert_same_outputs(
+        outputs(ckpt_prune.load(tmp_path / "out"), OneWindow(windows)),
+        outputs(composite.whole, OneWindow(windows)),
+        COMPUTED,
+    )
+    checks = {check.name: check.passed for check in verify(tmp_path / "out", folder)}
+    assert all(passed for name, passed in checks.items() if name != "sparsity (vision)"), checks
