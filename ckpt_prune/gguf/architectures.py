@@ -252,6 +252,8 @@ class Architecture:
         apart: heads, of queries or of keys and values, may differ in number between blocks, and columns may not.
         local: rotary positions of blocks with a window have a base of their own, or also other rows of heads ("rows").
         value_rows: key of config.json with the rows of each head of values, if they are not those of keys.
+        shared_width: key of config.json with the columns of the shared expert, of which each other has as many.
+        kinds: of attention, of blocks without and with experts.
         indexers: key of config.json that says which blocks have an indexer of their own ("full"), if not all have.
         unsunk: the family has no sinks of attention, so that the file gets some that draw nothing.
         unnormed: with so many experts llama.cpp norms no queries and keys, and with others it does.
@@ -314,6 +316,8 @@ class Architecture:
     apart: bool = False
     local: Literal["", "base", "rows"] = ""
     value_rows: str = ""
+    shared_width: str = ""
+    kinds: tuple[str, ...] = ()
     indexers: str = ""
     unsunk: bool = False
     unnormed: int = 0
@@ -474,6 +478,13 @@ _LATENT_WHOLE = {
 }
 _LATENT_WHOLE["self_attn.kv_b_proj"] = "attn_kv_b"
 _SHARED_EXPERT = {module: tensor for module, tensor in SHARED.items() if module != "mlp.shared_expert_gate"}
+_SARVAM = {
+    **{QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"},
+    "attention.dense": "attn_output",
+    "attention.query_layernorm": "attn_q_norm",
+    "attention.key_layernorm": "attn_k_norm",
+    "mlp.gate.expert_bias": "exp_probs_b.bias",
+}
 _INDEXER = {
     "self_attn.indexer.k_norm": "indexer.k_norm",
     "self_attn.indexer.weights_proj": "indexer.proj",
@@ -841,6 +852,24 @@ ARCHITECTURES = (
                  _ONE_GROUP | {"norm_topk_prob": (True,), "routed_scaling_factor": (1.0,)},
                  values={"attention.value_scale": "attention_value_scale"}, absent={"attention.value_scale": None},
                  counts=_CHOSEN | {"expert_count": "n_routed_experts"}, widths=_WIDTH),
+    Architecture("bailingmoe2", "sarvam_moe", NORMS | GATED | _ROUTED | _SARVAM, {
+                 "model.word_embeddings": "token_embd", "model.norm": "output_norm", "lm_head": "output"}, biases=_NONE,
+                 partial=True, whole="heads", leading=_LEADING, values=_SCALED, widths=_WIDTH, constants=_SIGMOID_SUM,
+                 only=_SILU | _UNTIED | {"norm_topk_prob": (True,), "use_qk_norm": (True,)},
+                 counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, fused="attention.query_key_value"),
+    Architecture("minimax-m3", "minimax_m3_vl_text", NORMS | ATTENTION | HEAD_NORMS | GATED | _ROUTED | {
+                 f"self_attn.indexer.{each}": f"indexer.{each}" for each in ("q_proj", "k_proj", "q_norm", "k_norm")},
+                 norm_offset=1, biases=_NONE, partial=True, leading="mlp_layer_types",
+                 dense_width="dense_intermediate_size", shared_width="shared_intermediate_size", values=_SCALED,
+                 kinds=("full_attention", "minimax_m3_sparse"), widths=dict.fromkeys(_WIDTH, "intermediate_size"),
+                 only=_SILU | _UNTIED | _OSS_ONLY, constants=_SIGMOID_SUM | {"expert_shared_count": 1},
+                 counts=_CHOSEN | _INDEXER_COUNTS | {
+                     "expert_count": "num_local_experts", INDEXED: "index_topk_blocks",
+                     "attention.indexer.block_size": "index_block_size",
+                     "attention.indexer.local_blocks": "index_local_blocks"},
+                 halves={f"mlp.{each}gate_up_proj.weight": (
+                     f"mlp.{each}gate_proj.weight", f"mlp.{each}up_proj.weight")
+                     for each in ("", "experts.", "shared_experts.")}),
     Architecture("granitemoe", "aria_text", NORMS | ATTENTION | SHARED_ALWAYS | {
                  "mlp.router": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
                  "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.fc2": "ffn_down_exps"}, neighbours=True, only=_SILU,

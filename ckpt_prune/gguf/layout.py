@@ -571,10 +571,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     if context < _context(source, architecture):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
     if INDEXED in architecture.counts:
-        notes.append(
-            f"behind {source.value(architecture.counts[INDEXED])} tokens llama.cpp may choose others of almost the "
-            "same score to look at"
-        )
+        chosen = source.count(architecture.counts[INDEXED]) * int(source.value("index_block_size") or 1)
+        notes.append(f"behind {chosen} tokens llama.cpp may choose others of almost the same score to look at")
     if bounds_are_exact(source.model.config):
         notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
     if "erf" in (architecture.gelu, {"gelu": "erf"}.get(source.value(architecture.gelu))):
@@ -723,8 +721,13 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
         raise CannotMapError("its heads are together as wide as the model, and here some are not")
     if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
         raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
-    if INDEXED in architecture.counts and source.count("index_head_dim") % 64:
+    if INDEXED in architecture.counts and not architecture.kinds and source.count("index_head_dim") % 64:
         raise CannotMapError("heads of its indexer have a multiple of 64 rows")
+    if architecture.kinds:
+        if source.value("layer_types") != [architecture.kinds[shape.experts] for shape in source.shapes]:
+            raise CannotMapError("its blocks with experts have an indexer, and no others have")
+        if any(shape.kv_heads != source.count("index_n_heads") for shape in source.shapes):
+            raise CannotMapError("its indexer has as many heads as keys and values have")
     if architecture.shares:
         _check_sharing(source, architecture)
     if KDA_ROWS in architecture.counts and source.value("linear_num_heads") != source.value("num_attention_heads"):

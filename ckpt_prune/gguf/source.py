@@ -464,6 +464,8 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
             raise keys.refuse(key, f"and llama.cpp takes {_MOST_EXPERTS} at most; download it again")
         if target:
             config[target] = value
+    if architecture.shared_width:
+        config[architecture.shared_width] = config["intermediate_size"]
     if architecture.delta_heads:
         heads, size = _delta_heads(config), keys.number("ssm.inner_size")
         if heads.values % heads.keys or heads.values * heads.rows != size:
@@ -485,6 +487,8 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
     if architecture.leading:
         dense = min(keys.number("leading_dense_block_count", 0, least=0), config["num_hidden_layers"])
         kinds = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
+        if architecture.kinds:
+            config["layer_types"] = [architecture.kinds[each == "sparse"] for each in kinds]
         config[architecture.leading] = kinds if architecture.leading == "mlp_layer_types" else dense
     for key, value in architecture.constants.items():
         if not architecture.experts and key != ALIBI:

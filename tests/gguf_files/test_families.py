@@ -108,6 +108,21 @@ MIMO = {
     "sliding_window": 20,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
+MINIMAX_3 = {
+    "num_hidden_layers": 3,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 40,
+    "shared_intermediate_size": 24,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 16,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_parameters": HALF,
+}
 AFMOE = MIXTURE | {"head_dim": 16, "sliding_window": 20, "mup_enabled": True}
 PARTLY = ["full_attention", "sliding_attention"] * 3
 MIXED_KINDS = {"layers_block_type": ["full_attention", "moe", "linear_attention", "moe", "mlp", "linear_attention"]}
@@ -293,6 +308,11 @@ FAMILIES = {
         LAGUNA | {"gating": "per-element", "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "mimo_v2_flash": ("mimo_v2_flash", MIMO),
+    "sarvam_moe": (
+        "sarvam_moe",
+        FEW | ROUTED | {"head_dim": 8, "n_group": 2, "topk_group": 1, "rope_parameters": HALF},
+    ),
+    "minimax_m3_vl_text": ("minimax_m3_vl_text", MINIMAX_3),
     "aria_text": ("aria_text", FEW | {"moe_num_experts": 5, "moe_topk": 2}),
     "hyperclovax": ("hyperclovax", FEW | GRANITE | {"head_dim": 16, "tie_word_embeddings": True}),
     "jamba": ("jamba", JAMBA | {"num_experts": 4}),
@@ -388,6 +408,16 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             MIMO
             | {"rope_parameters": {"full_attention": HALF, "sliding_attention": HALF | {"partial_rotary_factor": 1.0}}},
             "all of its blocks rotate as many rows of a head, and here those with windows others",
+        ),
+        (
+            "minimax_m3_vl_text",
+            MINIMAX_3 | {"index_n_heads": 4},
+            "its indexer has as many heads as keys and values have",
+        ),
+        (
+            "minimax_m3_vl_text",
+            MINIMAX_3 | {"layer_types": ["full_attention"] * 3},
+            "its blocks with experts have an indexer, and no others have",
         ),
         ("phimoe", MIXTURE | {"num_local_experts": 5}, "phimoe is not written as GGUF: llama.cpp divides by the root"),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4] * 3}, "blocks with rotary positions have one base, and here"),

@@ -59,8 +59,8 @@ KEYS: dict[str, str] = {
     r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim|"
     r"adapter_(in|out|input)_(dim|size)|intra_bottleneck_size|true_hidden_size",
     "mlp": r"intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|(de|en)coder_ffn_dim|block_ff_dim|dff|dim_ff|"
-    r"d_inner|feed_forward_size|dense_intermediate_size",
-    "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size",
+    r"d_inner|feed_forward_size",
+    "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size|dense_intermediate_size",
     "shared_mlp": r"(moe_)?shared_(experts?_)?intermediate_size|intermediate_size_mlp",
     "heads": r"num_attention_heads(_per_layer)?|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
     r"num_(de|en)coder_attention_heads|swa_num_attention_heads|linear_num_heads",
