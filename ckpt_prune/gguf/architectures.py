@@ -14,6 +14,7 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 QUERY, KEY, VALUE, OUTPUT = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"
 ATTENTION = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v", OUTPUT: "attn_output"}
 GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+FUSED_GATES, GATES = "mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 SANDWICH = {
@@ -237,7 +238,7 @@ class Architecture:
         dense_width: key of config.json that says how many columns blocks without experts have.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
-        joined: rows of gate and of up are one tensor there, which modules have apart.
+        joined: rows of gate and of up are one tensor there, all of gate first.
         layers: module beside the embedding that holds the blocks.
         wholes: types of models that also see, of which it computes the part that generates text.
         latent: keys and values of all heads are made of one latent vector of a token (MLA), by two matrices of which
@@ -376,6 +377,7 @@ _OLMO = (
         "post_feedforward_layernorm": "post_ffw_norm",
     }
 )
+_JOINED = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 _SILU = {"hidden_act": SILU}
 _GELU = {"hidden_activation": (*TANH_GELU, None)}
 _NONE: frozenset[str] = frozenset()
@@ -623,7 +625,7 @@ ARCHITECTURES = (
               "expert_used_count": "top_k_experts"}, _WIDTH, {}, {"enable_moe_block": (True,)}),
           ("gemma4_unified_text", {}, {}, {}, {}, dict.fromkeys(_PER_LAYER_WIDTH, 0), {}),
       )),
-    Architecture("phi3", "phi3", NORMS | ATTENTION | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+    Architecture("phi3", "phi3", NORMS | ATTENTION | _JOINED, joined=True, halves={FUSED_GATES: GATES},
                  only=_SILU, biases=_NONE, constants={"attention.sliding_window": 0}, partial=True,
                  fused="self_attn.qkv_proj"),
     Architecture("olmo2", "olmo2", _OLMO, only=_SILU, biases=_NONE),
@@ -649,7 +651,7 @@ ARCHITECTURES = (
                  whole="heads"),
     Architecture("glm4", "glm4", {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
                  "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"} | ATTENTION |
-                 {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_INPUTS, partial=True),
+                 _JOINED, only=_SILU, biases=_INPUTS, partial=True, joined=True, halves={FUSED_GATES: GATES}),
     Architecture("hunyuan-dense", "hunyuan_v1_dense", LLAMA | _QUERY_NORMS, only=_SILU, biases=_NONE),
     Architecture("llama", "mixtral", NORMS | ATTENTION | MIXTRAL, neighbours=True, only=_SILU, biases=_NONE,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
@@ -789,7 +791,7 @@ ARCHITECTURES = (
                  ATTENTION | {"self_attn.dense": "attn_output"}, {"model.embed_tokens": "token_embd",
                  "model.final_layernorm": "output_norm", "lm_head": "output"}, partial=True, whole="heads",
                  only=_UNTIED | {"hidden_act": TANH_GELU, "qk_layernorm": (False,)}, epsilon="layer_norm_epsilon"),
-    Architecture("chatglm", "glm", NORMS | ATTENTION | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+    Architecture("chatglm", "glm", NORMS | ATTENTION | _JOINED, joined=True, halves={FUSED_GATES: GATES},
                  only=_SILU, biases=_INPUTS, partial=True, whole="heads"),
     Architecture("granite_swa", "granitemoe_swa", NORMS | ATTENTION | {"self_attn.sinks": "attn_sinks.weight",
                  "block_sparse_moe.router": "ffn_gate_inp", "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
@@ -877,7 +879,7 @@ ARCHITECTURES = (
                  counts={"expert_count": "moe_num_experts", "expert_used_count": "moe_topk"},
                  halves={"mlp.experts.fc1.weight": ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")}),
     Architecture("glm4", "hyperclovax", NORMS | {"post_norm1": "post_attention_norm", "post_norm2": "post_ffw_norm"} |
-                 ATTENTION | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, neighbours=True, joined=True,
+                 ATTENTION | _JOINED, neighbours=True, joined=True,
                  only=_SILU | {"use_post_norm": (True,)}, biases=_INPUTS, factors={
                  "model.embed_tokens": ("embedding_multiplier",), "lm_head": ("logits_scaling",),
                  QUERY: ("attention_multiplier/scale",), "post_norm1": ("residual_multiplier",),
@@ -915,7 +917,9 @@ ARCHITECTURES = (
 """Architectures whose blocks all have one shape, by `model_type`."""
 OTHERWISE = {
     "phimoe": "llama.cpp divides by the root mean square where transformers has LayerNorm, and the weights of a "
-    "token's experts sum to 1 there, where each is about 1 in transformers"
+    "token's experts sum to 1 there, where each is about 1 in transformers",
+    "gptj": "llama.cpp has its name, and no code that computes it",
+    "dbrx": "transformers rotates by rope_parameters, and not by the attn_config.rope_theta that published ones have",
 }
 """Family that an architecture of llama.cpp has the name of → what that computes otherwise."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}

@@ -79,10 +79,6 @@ class GgufWeight:
         shape = (*self.shape[:axis], len(places), *self.shape[axis + 1 :])
         return self.apply(lambda tensor: tensor.index_select(axis, places), shape)
 
-    def rows(self, start: int, stop: int) -> "GgufWeight":
-        """Return a run of rows."""
-        return self.apply(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
-
     def pair_neighbours(self, heads: int, *, back: bool = False) -> "GgufWeight":
         """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
         sizes = (heads, -1, 2) if back else (heads, 2, -1)

@@ -18,7 +18,9 @@ from ckpt_prune.gguf.architectures import (
     DELTA_HEADS,
     DIFFERENT,
     EVERY,
+    FUSED_GATES,
     GATED,
+    GATES,
     INDEXED,
     KDA_ROWS,
     KEY,
@@ -44,9 +46,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
 from ckpt_prune.model.skeleton import is_stored_buffer
 
-_FUSED_GATES = "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
-_GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _NO_SINK = -1e30
 """A sink whose share of attention is 0."""
 _TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
@@ -310,10 +310,10 @@ class GgufSource:
 
         Added heads attend to all tokens alike, and no column of o_proj takes them up.
         """
-        blocks = map(self._fill_block, self.split().blocks, self.shapes, shapes, self.blocks, self.head_dims)
+        blocks = map(self._fill_block, self.blocks, self.shapes, shapes, self.head_dims)
         return replace(self, blocks=tuple(blocks))
 
-    def _fill_block(self, block: Block, now: BlockShape, then: BlockShape, stored: Block, dim: int) -> Block:
+    def _fill_block(self, block: Block, now: BlockShape, then: BlockShape, dim: int) -> Block:
         heads = (now.kv_heads, now.group, dim), (then.kv_heads, then.group, dim)
         queries = tuple((*each[:2], (1 + self.has_gates) * dim) for each in heads)
         groups = (now.kv_heads, dim), (then.kv_heads, dim)
@@ -333,8 +333,6 @@ class GgufSource:
             axis, sizes = places.get(self.modules.get(_module(name), ""), (0, None))
             if sizes is not None and axis < len(weight.shape):
                 filled[name] = weight.fill(axis, *sizes)
-        if _FUSED_GATES in stored:
-            filled[_FUSED_GATES] = GgufWeight.join([filled.pop(part) for part in _GATES], 0)
         return filled
 
     def with_first_head(self) -> "GgufSource":
@@ -368,22 +366,10 @@ class GgufSource:
         """Return the same with the rows of gate and of up as one tensor."""
 
         def join(block: Block) -> Block:
-            others = {name: weight for name, weight in block.items() if name not in _GATES}
-            return {**others, _FUSED_GATES: GgufWeight.join([block[name] for name in _GATES], 0)}
+            others = {name: weight for name, weight in block.items() if name not in GATES}
+            return {**others, FUSED_GATES: GgufWeight.join([block[name] for name in GATES], 0)}
 
         return replace(self, blocks=tuple(map(join, self.blocks)))
-
-    def split(self) -> "GgufSource":
-        """Return the same with fused gates and ups as two tensors."""
-
-        def split_block(block: Block, shape: BlockShape) -> Block:
-            split = dict(block)
-            if (gates := split.pop(_FUSED_GATES, None)) is not None:
-                for place, name in enumerate(_GATES):
-                    split[name] = gates.rows(place * shape.columns, (place + 1) * shape.columns)
-            return split
-
-        return replace(self, blocks=tuple(map(split_block, self.blocks, self.shapes)))
 
     def order_delta_heads(self, architecture: Architecture) -> "GgufSource":
         """Return the same with the heads of linear attention in the order that llama.cpp has."""
@@ -564,9 +550,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         source = source.join_gates()
     if architecture.factors:
         source = source.absorb_factors(architecture)
-    if architecture.differs:
-        source = source.split()
-        source = source.absorb_scales() if architecture.model_type == "granite" else source
+    if architecture.differs and architecture.model_type == "granite":
+        source = source.absorb_scales()
     rotary, factors, context = _rotary(source, architecture)
     if context < _context(source, architecture):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")

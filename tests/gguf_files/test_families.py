@@ -466,6 +466,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         ),
         ("kimi_linear", KIMI | {"linear_num_heads": 2}, "has as many heads as its attention, and here they are 2 and"),
         ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
+        ("gptj", NARROW | {"rotary_dim": 4}, "gptj is not written as GGUF: llama.cpp has its name, and no code that"),
         ("falcon", {"alibi": True, "multi_query": False}, "falcon: it computes alibi False, and config.json has True"),
         ("gpt2", NARROW | {"scale_attn_by_inverse_layer_idx": True}, "computes scale_attn_by_inverse_layer_idx False"),
         ("mpt", {"attn_config": {"softmax_scale": 0.5}}, "it computes attn_config.softmax_scale None, and config"),
