@@ -44,7 +44,7 @@ from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensor
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
-from ckpt_prune.model.skeleton import is_stored_buffer
+from ckpt_prune.model.skeleton import is_stored_buffer, parse_config
 
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _NO_SINK = -1e30
@@ -662,11 +662,37 @@ def _fits(value: Any) -> bool:
     return not isinstance(value, int) or 0 <= value < 2**32
 
 
-def _check_config(source: GgufSource, architecture: Architecture) -> None:
+def check_settings(model: Model, config: Mapping[str, Any]) -> None:
+    """Refuse a config.json that an output of a model will have, before it has weights, by settings such as biases.
+
+    Raises:
+        CannotMapError: no architecture computes what it says; the reason of each is named.
+    """
+    if config["model_type"] != model.checkpoint.config["model_type"]:
+        return
+    stored = replace(model.checkpoint, config=dict(config))
+    source = replace(GgufSource.of(model), model=Model(stored, model.family, parse_config(dict(config))))
+    reasons = [(each.name, _other_setting(source, each)) for each in source.candidates]
+    if reasons and all(reason for _, reason in reasons):
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons)
+        raise CannotMapError(
+            f"no architecture of llama.cpp computes what this recipe makes ({told}): take one that leaves this setting "
+            "as it is, such as ridge, which adds no biases"
+        )
+
+
+def _other_setting(source: GgufSource, architecture: Architecture) -> str | None:
+    """Return which setting of config.json the architecture does not compute; None if it computes all."""
     for key, allowed in architecture.only.items():
         if source.value(key) not in allowed:
             named = " or ".join(repr(each) for each in allowed)
-            raise CannotMapError(f"it computes {key} {named}, and config.json has {source.value(key)!r}")
+            return f"it computes {key} {named}, and config.json has {source.value(key)!r}"
+    return None
+
+
+def _check_config(source: GgufSource, architecture: Architecture) -> None:
+    if (reason := _other_setting(source, architecture)) is not None:
+        raise CannotMapError(reason)
     for key, name in architecture.values.items():
         if source.value(name) is None and architecture.absent.get(key) is not None:
             raise CannotMapError(f"it always computes {name}, and config.json has none")

@@ -55,6 +55,10 @@ def check_stored(prepared: Prepared) -> None:
     if targets and prepared.container_known:
         config = prepared.output.container.config
         _check(targets, prepared.model, str(config["model_type"]), changes_of_config(config))
+        if any(target.name == "llama.cpp" for target in targets) and find_spec("gguf") is not None:
+            from ckpt_prune.gguf.layout import check_settings
+
+            check_settings(prepared.model, config)
 
 
 def _targets(recipe: Recipe) -> list[Target]:

@@ -150,6 +150,13 @@ def test_what_no_architecture_computes_is_refused_by_its_reason_and_leaves_nothi
     assert not list(tmp_path.glob("*gguf*"))
 
 
+def test_settings_that_llama_cpp_does_not_compute_are_refused_before_work(tmp_path):
+    folder = save(tmp_path / "model", "falcon", num_hidden_layers=2)
+    with pytest.raises(UserError, match=r"falcon: it computes bias False, and config.json has True\): take one that"):
+        prune_unevenly(folder, "runs_on=[llama.cpp]", recipe="corp-mlp", ratio=0.3)
+    assert not (tmp_path / "pruned").exists()
+
+
 def test_thin_matrices_are_refused_by_what_they_are(tmp_path):
     folder = save(tmp_path / "model", "llama")
     ckpt_prune.prune(folder, output=tmp_path / "thin", recipe="svd-llm-w", evaluate_samples=0, progress=False,
