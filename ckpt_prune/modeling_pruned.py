@@ -392,6 +392,8 @@ def _resize_block(stock_block: nn.Module, config: PreTrainedConfig, blocks: Bloc
     for name, parameter in others:
         if "idx" in name or name == "layer_id":
             told[name] = index
+        elif name == "layer_type" and hasattr(stock_block, "block_type"):
+            told[name] = stock_block.block_type  # Bamba's keep it under another name
         elif parameter.default is parameter.empty and hasattr(stock_block, name):
             told[name] = getattr(stock_block, name)  # what the model tells its blocks, and they keep
     # GPT's are told sizes first, and keep none of them.

@@ -227,7 +227,8 @@ class Architecture:
             behind a stroke what llama.cpp itself multiplies by: a number, or "scale" for that of attention.
         row_factors: key of config.json with a factor for each part of what the input projection of Mamba 2 makes.
         single: a block is attention, Mamba, an MLP, or experts, and nothing else.
-        periods: config.json says by a period and an offset which blocks have attention, and which experts.
+        attends: how config.json says which blocks of a hybrid have attention: a kind for each block, a list of these
+            blocks, or a period and an offset, which also say which have experts. "never": no block has any.
         unrotated: there are no rotary positions.
         switch: key of config.json that is "rope" if there are rotary positions; the file says so in a key of its own.
         gated: queries come with a gate, head by head in one module.
@@ -294,7 +295,7 @@ class Architecture:
     factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     row_factors: str = ""
     single: bool = False
-    periods: bool = False
+    attends: Literal["layer_types", "attn_layer_indices", "periods", "never"] = "layer_types"
     unrotated: bool = False
     switch: str = ""
     gated: bool = False
@@ -357,6 +358,11 @@ class Architecture:
     def channels(self) -> bool:
         """Whether it has Mamba of the first kind, whose channels have states of their own."""
         return "ssm_x" in self.block.values()
+
+    @property
+    def channels_alone(self) -> bool:
+        """Whether blocks have nothing else. Channels are then their columns, twice as many as the model is wide."""
+        return self.channels and self.attends == "never"
 
     def added_to(self, tensor: str) -> int:
         """Return what is added to a tensor: `norm_offset` to norms, but for those of linear attention."""
@@ -515,6 +521,23 @@ _JAMBA = (
 )
 
 
+_BAMBA = {module.replace("mlp", "feed_forward"): tensor for module, tensor in (NORMS | ATTENTION | GATED).items()}
+_BAMBA |= mamba_2("mamba") | {"pre_ff_layernorm": "ffn_norm"}
+_BACKBONE = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
+NORMED = "ssm.dt_b_c_rms"
+"""Key that says that B, C and time steps of a Mamba are normed, without weights."""
+
+
+def _mamba(model_type: str, names: Mapping[str, str], **more: Any) -> Architecture:
+    """Return an architecture of blocks that are a Mamba and nothing else."""
+    name = {"falcon_mamba": "mamba"}.get(model_type, model_type)
+    needed = dict.fromkeys(("feed_forward_length", "attention.head_count", "attention.head_count_kv"), 0)
+    return Architecture(name, model_type, {"norm": "attn_norm", **names}, _BACKBONE, single=True, attends="never",
+                        biases=frozenset({"mixer.conv1d", "mixer.dt_proj"}), unrotated=True, only=_SILU | {
+                        "expand": (2,), "use_bias": (False,), "use_conv_bias": (True,)},
+                        constants=needed | more.pop("constants", {}), **more)  # fmt: skip
+
+
 def _granite_4(name: str, names: Mapping[str, str], **mixture: Any) -> Architecture:
     """Return an architecture of Granite 4: with Mamba 2 in some blocks, or with attention in all."""
     only, biases, more = dict[str, tuple[Any, ...]](), frozenset(ATTENTION), dict[str, Any]()
@@ -551,14 +574,13 @@ _NEMOTRON_H_EXPERTS = {
 
 def _nemotron_h(name: str, names: Mapping[str, str], **experts: Any) -> Architecture:
     """Return an architecture of Nemotron-H: each block is only Mamba 2, attention, or an MLP or experts."""
-    outer = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
     only = experts.pop("only", {}) | _UNTIED | {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU}
     only["use_conv_bias"] = (True,)
     biases = frozenset(f"mixer.{each}_proj" for each in ("q", "k", "v", "o", "up", "down")) | {"mixer.conv1d"}
     keys = StateSpaceKeys("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
     # llama.cpp asks for the epsilon of either kind of norms, and computes with that of RMS norms.
     values = {"attention.layer_norm_epsilon": "layer_norm_epsilon"} | experts.pop("values", {})
-    return Architecture(name, "nemotron_h", names, outer, only=only, biases=biases, values=values, differs=True,
+    return Architecture(name, "nemotron_h", names, _BACKBONE, only=only, biases=biases, values=values, differs=True,
                         hybrid="kv_heads", single=True, unrotated=True, state_space=keys, **experts)  # fmt: skip
 
 
@@ -802,12 +824,21 @@ ARCHITECTURES = (
                  halves={"block_sparse_moe.experts.gate_up_proj.weight": (
                  "block_sparse_moe.experts.gate_proj.weight", "block_sparse_moe.experts.up_proj.weight")}),
     *(Architecture("jamba", "jamba", _JAMBA, {"model.embed_tokens": "token_embd",
-                   "model.final_layernorm": "output_norm", "lm_head": "output"}, periods=True, hybrid="kv_heads",
+                   "model.final_layernorm": "output_norm", "lm_head": "output"}, attends="periods", hybrid="kv_heads",
                    biases=frozenset({"mamba.conv1d", "mamba.dt_proj"}), unrotated=True, whole="heads",
                    counts=experts | {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
                    DELTA_HEADS: "mamba_dt_rank"}, only=_SILU | {
                    "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,)})
       for experts in ({}, _CHOSEN)),
+    *(_mamba(each, {f"mixer.{module}": tensor for module, tensor in MAMBA_1.items()}, constants=normed, counts={
+        "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", DELTA_HEADS: "time_step_rank"})
+      for each, normed in (("mamba", {}), ("falcon_mamba", {NORMED: True}))),
+    _mamba("mamba2", mamba_2("mixer"), state_space=StateSpaceKeys(
+        "conv_kernel", "state_size", "n_groups", "num_heads", "head_dim")),
+    Architecture("granitehybrid", "bamba", _BAMBA, {"model.embed_tokens": "token_embd", "model.final_layernorm":
+                 "output_norm", "lm_head": "output"}, neighbours=True, biases=frozenset(ATTENTION) | {"mamba.conv1d"},
+                 partial=True, hybrid="kv_heads", attends="attn_layer_indices", state_space=_MAMBA, only=_SILU | {
+                 "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,), "mlp_bias": (False,)}),
     Architecture("kimi-linear", "kimi_linear", NORMS | LATENT | ATTENTION | KDA | GATED | MIXTRAL | {
                  module.replace("mlp", "block_sparse_moe"): tensor
                  for module, tensor in (GATED | SHARED_ALWAYS).items()} | {

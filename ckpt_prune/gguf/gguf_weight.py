@@ -79,12 +79,11 @@ class GgufWeight:
         shape = (*self.shape[:axis], len(places), *self.shape[axis + 1 :])
         return self.apply(lambda tensor: tensor.index_select(axis, places), shape)
 
-    def pair_neighbours(self, heads: int, *, back: bool = False) -> "GgufWeight":
-        """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
-        sizes = (heads, -1, 2) if back else (heads, 2, -1)
-        return self.apply(
-            lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        )
+    def pair_neighbours(self, heads: int, rotated: int, *, back: bool = False) -> "GgufWeight":
+        """Reorder the first `rotated` rows of each head so that rotary pairs, their halves, are neighbours, or back."""
+        rows = torch.arange(self.shape[0]).reshape(heads, -1)
+        pairs = rows[:, :rotated].reshape((heads, -1, 2) if back else (heads, 2, -1)).mT.flatten(1)
+        return self.take(0, torch.cat([pairs, rows[:, rotated:]], 1).flatten())
 
     def times(self, factor: float) -> "GgufWeight":
         """Return it multiplied by a number."""

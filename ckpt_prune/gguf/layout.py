@@ -61,6 +61,8 @@ _YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | dict.fromkeys(
 _YARN_KEYS = {"rope_type", "type", "rope_theta", "factor", "max_position_embeddings", _ORIGINAL, *_YARN}
 _CONTEXT = 2048
 """Tokens of a text where config.json does not say it, as of many BLOOMs: positions that are no table have no end."""
+_STATES = 2**20
+"""Tokens of a text of a model without attention, which has no most, as llama.cpp's converter states it."""
 _EXPERT = re.compile(r"(?P<before>.+)\.(?P<number>\d+)(?P<after>\..+)")
 _BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
@@ -221,7 +223,8 @@ class GgufSource:
         """Rows of q and k per head; of v if they are made of a latent vector."""
         if self.is_latent:
             return int(self.value("v_head_dim"))
-        return int(self.value("head_dim") or self.value("hidden_size") // self.value("num_attention_heads"))
+        heads = self.value("num_attention_heads")
+        return int(self.value("head_dim") or (self.value("hidden_size") // heads if heads else 0))
 
     @cached_property
     def value_dim(self) -> int | None:
@@ -257,6 +260,8 @@ class GgufSource:
         experts = routed is not None, 0 if shared is None else shared.shape[1]
         single = any(each.single for each in self.candidates)
         needless = single or index in self.without_attention or self.is_recurrent(block)
+        if self.candidates[0].channels_alone:
+            down = self.find(block, "ssm_out")
         columns = 0 if down is None else down.shape[-1]
         if output is None and needless and (single or down is not None):
             return BlockShape(0, 0, columns, *experts)
@@ -328,6 +333,10 @@ class GgufSource:
             **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (0, shared)),
             **{"ffn_down_exps": (2, columns), "ffn_down_shexp": (1, shared)},
         }
+        if self.candidates[0].channels_alone:
+            places |= dict.fromkeys(("ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d"), (0, columns))
+            places |= dict.fromkeys(("ssm_x", "ssm_out"), (1, columns))
+            places["ssm_in"] = (0, ((2, now.columns), (2, then.columns)))
         filled = dict(block)
         for name, weight in filled.items():
             axis, sizes = places.get(self.modules.get(_module(name), ""), (0, None))
@@ -562,7 +571,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
     if "erf" in (architecture.gelu, {"gelu": "erf"}.get(source.value(architecture.gelu))):
         notes.append("llama.cpp approximates GELU by tanh, which is 5e-4 off at most, as much as its table rounds")
-    tensors = dict(_tensors(source, architecture)) | factors
+    rotated = rotary.get("rope.dimension_count", source.head_dim)
+    tensors = dict(_tensors(source, architecture, rotated)) | factors
     values = _values(source, architecture, context) | rotary
     for key, value in values.items():
         if not _fits(value):
@@ -573,7 +583,13 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
 def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | None) -> tuple[GgufSource, list[str]]:
     """Return the same, with zeros where its architecture or type wants more heads or columns, and what to say of it."""
     shapes, notes = source.shapes, list[str]()
-    if (widest := _widest(source, architecture)) != shapes:
+    if (widest := _widest(source, architecture)) != shapes and architecture.channels_alone:
+        shapes = widest
+        notes.append(
+            f"in mamba channels are twice as many as the model is wide: they are filled up with zeros to "
+            f"{shapes[0].columns}"
+        )
+    elif widest != shapes:
         shapes = widest
         sizes = dict[str, set[int]]()
         if not architecture.differs:
@@ -587,7 +603,11 @@ def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | No
         hint = "" if alike or architecture.sparse else " (--recipe best-uniform makes blocks alike)"
         wide = f"{', '.join(words)} and {last}" if words else last
         notes.append(f"in {architecture.name} all {why}: they are filled up with zeros to {wide}{hint}")
-    if kind in GGUF_ROWS and any(shape.columns % _BLOCK or shape.shared % _BLOCK for shape in shapes):
+    if (
+        kind in GGUF_ROWS
+        and not architecture.channels_alone
+        and any(shape.columns % _BLOCK or shape.shared % _BLOCK for shape in shapes)
+    ):
         shapes = tuple(_round_up(shape, _shared_experts(source, architecture)) for shape in shapes)
         # --for asks for rows that keep the type itself, which are multiples of 256 for many.
         asked = f"for llama.cpp:{kind}" if GGUF_ROWS[kind] == _BLOCK else f"set spaces.mlp.multiple_of={_BLOCK}"
@@ -637,7 +657,11 @@ def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape,
         kv_heads = max(kv_heads, wanted // group)
     shared = max(shape.shared for shape in shapes)
     columns = {each.experts: max(other.columns for other in shapes if other.experts == each.experts) for each in shapes}
-    if architecture.periods:  # one key says how wide experts and MLPs are
+    if architecture.channels_alone:
+        columns = {False: 2 * int(source.value("hidden_size"))}
+        if (most := max(shape.columns for shape in shapes)) > columns[False]:
+            raise CannotMapError(f"its Mamba has {columns[False]} channels, and here it has {most}")
+    if architecture.attends == "periods":  # one key says how wide experts and MLPs are
         columns = dict.fromkeys(columns, max(columns.values()))
     if (times := _shared_experts(source, architecture)) and shared:
         columns[True] = max(columns[True], -(-shared // times))
@@ -786,7 +810,7 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
     if found != {wanted}:
         others = ", ".join(map(str, sorted(found - {wanted}))) or "none"
         raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {others}")
-    if architecture.periods:  # llama.cpp looks which blocks have experts
+    if architecture.attends == "periods":  # llama.cpp looks which blocks have experts
         return
     if EVERY in architecture.counts:
         every, has = _first_experts(source) + 1, [shape.experts for shape in source.shapes]
@@ -827,8 +851,14 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "context_length": context,
         "embedding_length": int(source.value("hidden_size")),
         f"attention.{architecture.epsilon}": float(epsilon),
-        "attention.key_length": source.head_dim,
-        "attention.value_length": source.value_dim or source.head_dim,
+        **(
+            {}
+            if architecture.attends == "never"
+            else {
+                "attention.key_length": source.head_dim,
+                "attention.value_length": source.value_dim or source.head_dim,
+            }
+        ),
         "vocab_size": source.outer[f"{architecture.embedding}.weight"].shape[0],
     }
     if architecture.latent:
@@ -865,8 +895,8 @@ def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {key: source.count(name) for key, name in stated.items()}
     values |= {
         "feed_forward_length": next((shape for shape in shapes if not shape.experts), shapes[0]).columns,
-        "attention.head_count": heads or int(source.value("num_attention_heads")),
-        "attention.head_count_kv": kv_heads or int(source.value("num_key_value_heads")),
+        "attention.head_count": heads or int(source.value("num_attention_heads") or 0),
+        "attention.head_count_kv": kv_heads or int(source.value("num_key_value_heads") or 0),
     }
     if architecture.differs:
         values["feed_forward_length"] = [shape.shared if shape.experts else shape.columns for shape in shapes]
@@ -924,7 +954,7 @@ def _latents(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
 
 def _context(source: GgufSource, architecture: Architecture) -> int:
     """Return how many tokens config.json says that a text has at most."""
-    return int(source.value(architecture.context) or _CONTEXT)
+    return int(source.value(architecture.context) or (_STATES if architecture.attends == "never" else _CONTEXT))
 
 
 def _intervals(attends: list[bool]) -> dict[str, Any]:
@@ -1078,7 +1108,7 @@ def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
     return divisors
 
 
-def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[str, GgufWeight]]:
+def _tensors(source: GgufSource, architecture: Architecture, rotated: int) -> Iterator[tuple[str, GgufWeight]]:
     tokens = torch.arange(source.outer[f"{architecture.embedding}.weight"].shape[0])
     for name, weight in source.outer.items():
         if name == _TOKENS_PER_LAYER and weight.shape[0] != len(tokens):
@@ -1097,7 +1127,7 @@ def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[s
                 yield f"blk.{index}.{mapped.replace('attn_q', 'attn_qkv')}", GgufWeight.join(parts, 0)
                 continue
             if architecture.neighbours and heads:
-                weight = weight.pair_neighbours(heads)
+                weight = weight.pair_neighbours(heads, rotated)
             weight = weight.plus(architecture.added_to(name)).times(factor if module == scaled else 1)
             yield f"blk.{index}.{mapped}", _as_stored(mapped, weight)
 

@@ -28,6 +28,7 @@ from ckpt_prune.gguf.architectures import (
     DIFFERENT,
     KDA_ROWS,
     KEY,
+    NORMED,
     QUERY,
     SHARED_WIDTH,
     Architecture,
@@ -85,6 +86,7 @@ _EPSILONS = {
     **dict.fromkeys(("stablelm", "cohere2_moe", "jais2", "phi", "gpt_neox"), "layer_norm_eps"),
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
     **dict.fromkeys(("nemotron_h", "gpt2", "falcon", "bloom", "mpt", "gpt_bigcode"), "layer_norm_epsilon"),
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), "layer_norm_epsilon"),
 }
 
 
@@ -226,6 +228,7 @@ def _architecture(file: GgufFile) -> Architecture:
     unrotated = file.values.get(f"{name}.rope.scaling.finetuned") is False
 
     gate = file.values.get(f"{name}.expert_gating_func")
+    normed = bool(file.values.get(f"{name}.{NORMED}"))
 
     def fits(each: Architecture) -> tuple[bool, ...]:
         is_shared = (SHARED_WIDTH in each.widths) == shared
@@ -234,8 +237,10 @@ def _architecture(file: GgufFile) -> Architecture:
             each.experts == experts,
             is_shared,
             bool(each.window) == windows,
-            bool(each.switch) == unrotated,
+            bool(each.switch) or not unrotated,
             has_gate,
+            bool(each.constants.get(NORMED)) == normed,
+            bool(each.values) == any(f"{name}.{key}" in file.values for key in each.values),  # Bamba has no factors
         )
 
     return max(candidates, key=fits)
@@ -246,7 +251,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     keys = Keys(file.values, file.path, architecture.name)
     hidden, blocks = (keys.number(key) for key in ("embedding_length", "block_count"))
     per_block = _heads(keys, blocks) if architecture.apart else {}
-    heads = per_block.get("num_attention_heads") or keys.number("attention.head_count")
+    never = architecture.attends == "never"
+    heads = 1 if never else per_block.get("num_attention_heads") or keys.number("attention.head_count")
     if blocks > _MOST_BLOCKS:
         raise keys.refuse("block_count", f"and llama.cpp takes {_MOST_BLOCKS} at most; download it again")
     rows = file.tensors.get("token_embd.weight")
@@ -276,10 +282,20 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     if architecture.unrotated:
         del config["rope_parameters"]
         keys.others("rope.")
-    if architecture.single:
+    if never:  # its config has nothing of attention or MLPs, and the file says 0
+        for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+            del config[key]
+        config["intermediate_size"] = keys.number("ssm.inner_size")
+        keys.others("attention.head_count")
+        keys.take("feed_forward_length")
+    elif architecture.single:
         config |= _kinds(keys, blocks, "moe" if architecture.experts else "mlp")
-    elif architecture.periods:
+    elif architecture.attends == "periods":
         config |= _periods(file, keys, blocks)
+    elif architecture.attends == "attn_layer_indices":
+        counts = _some_blocks(keys, "attention.head_count_kv", blocks)
+        config["num_key_value_heads"] = max(counts)
+        config["attn_layer_indices"] = [index for index, count in enumerate(counts) if count]
     elif architecture.hybrid == "kv_heads":
         config |= _mixers(keys, blocks, "conv" if "shortconv.l_cache" in architecture.counts else "linear_attention")
         config |= {"num_key_value_heads": heads} if latent else {}
@@ -316,8 +332,9 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "attention.value_length_swa": (head_dim,),
         "rope.dimension_count_swa": (rotated,),
         "embedding_length_out": (0, hidden),
+        NORMED: (architecture.constants.get(NORMED, False),),
     }
-    if architecture.periods:
+    if architecture.attends == "periods":
         neutral["expert_count"] = (0, 1)
     if architecture.name == "granite":
         neutral["rope.scaling.finetuned"] = (True,)
@@ -578,6 +595,8 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
         gate = file.tensors.get("blk.0.attn_gate.weight")
         by_head = gate is not None and gate.shape[0] == config["num_attention_heads"]
         config["gating"] = "per-head" if by_head else "per-element"
+    elif model_type == "bamba":
+        config["attention_bias"] = "attn_q" in biases
     elif model_type == "falcon_h1":
         config |= {"mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors, "mamba_norm_before_gate": False}
     elif model_type == "nemotron_h":
@@ -689,11 +708,12 @@ def _tensors(
         if whole is None and (module is None or kind not in ("weight", "bias")):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
         weight = GgufWeight(info.shape, partial(file.read, name))
-        heads = {QUERY: config["num_attention_heads"], KEY: config["num_key_value_heads"]}.get(module or "")
+        heads = {QUERY: config.get("num_attention_heads"), KEY: config.get("num_key_value_heads")}.get(module or "")
         if architecture.neighbours and heads:
             if info.shape[0] % (2 * heads):
                 raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
-            weight = weight.pair_neighbours(heads, back=True)
+            share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+            weight = weight.pair_neighbours(heads, round(share * info.shape[0] / heads), back=True)
         if module == architecture.fused and module:
             weight = weight.take(0, _fused_rows(file, name, architecture, config))
         if base.endswith("_exps"):

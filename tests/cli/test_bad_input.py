@@ -116,7 +116,7 @@ def test_weights_that_are_not_finite(place, command, value):
 def test_an_unknown_family(place, command):
     """transformers has the class, and no space of it is found."""
     set_config("dense", model_type="mamba", architectures=["MambaForCausalLM"])
-    assert refusal(command, "dense").startswith("no space of MambaForCausalLM was found: ")
+    assert refusal(command, "dense").startswith("no space of MambaForCausalLM is proven: ")
 
 
 @every_command

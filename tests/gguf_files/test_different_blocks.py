@@ -16,8 +16,10 @@ from tests.gguf_files.tiny import (
     GRANITE_4,
     HYBRID,
     LONGROPE,
+    MAMBA,
     MIXTURE,
     NEMOTRON_H,
+    STATES,
     WINDOWED,
     proving,
     save,
@@ -41,6 +43,8 @@ FORMS = {
     "granitemoehybrid": ("granitemoehybrid", GRANITE_4, "granitehybrid"),
     "falcon_h1": ("falcon_h1", FALCON_H1, "falcon-h1"),
     "nemotron_h": ("nemotron_h", NEMOTRON_H, "nemotron_h"),
+    "mamba": ("mamba", STATES, "mamba"),
+    "bamba": ("bamba", MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]}, "granitehybrid"),
     "phi3-longrope": ("phi3", LONGROPE, "phi3"),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "starcoder2"),
     "gpt2": ("gpt2", {"num_hidden_layers": 2, "n_inner": 48, "intermediate_size": None}, "gpt2"),
@@ -83,6 +87,8 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
         out = prune_unevenly(
             folder, *BARE[1:], "widths=per_layer", "allocation=across-layers", "container=remote", recipe="corp-mlp"
         )
+    elif model_type == "mamba":
+        out = prune_unevenly(folder, "spaces.heads.optional=true", recipe="ridge")
     else:
         container = ("container=any",) if architecture in HEADS_FIXED else ()
         out = prune_unevenly(folder, *container, *(() if model_type in HAS_BIASES else BARE))

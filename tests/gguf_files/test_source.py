@@ -221,9 +221,9 @@ def test_keys_that_an_mpt_has_no_place_for_are_refused(tmp_path, key, value, say
 
 
 def test_an_unknown_architecture_is_refused(llama, tmp_path):
-    data = llama[1].read_bytes().replace(b"llama", b"mamba", 1)
+    data = llama[1].read_bytes().replace(b"llama", b"plamo", 1)
     (tmp_path / "m.gguf").write_bytes(data)
-    with pytest.raises(UserError, match="GGUF files of mamba are not converted"):
+    with pytest.raises(UserError, match="GGUF files of plamo are not converted"):
         ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "out")
 
 

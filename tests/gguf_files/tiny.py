@@ -26,6 +26,9 @@ SIZES = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+ABSENT = "absent"
+"""What stands for a size that a config has no key for."""
+ATTENTION_FREE = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ABSENT)
 WINDOWED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "tie_word_embeddings": True}
 """Gemma's own settings."""
 GEMMA4 = WINDOWED | {
@@ -86,12 +89,15 @@ NEMOTRON_H = {
 }
 MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 6, "first_k_dense_replace": 1}
+STATES = ATTENTION_FREE | {"num_hidden_layers": 2, "state_size": 12, "intermediate_size": 64}
+STATES_2 = STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 4, "chunk_size": 16, "intermediate_size": ABSENT}
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
 
 
 def save(folder: Path, model_type: str, auto: Any = AutoModelForCausalLM, **changes: Any) -> Path:
     """A random model of a family, its norms and biases random too."""
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    sizes = {key: value for key, value in {**SIZES, **changes}.items() if value != ABSENT}
+    config = AutoConfig.for_model(model_type, **sizes)
     torch.manual_seed(3)
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -195,9 +195,10 @@ class Describer:
                 f"no space of {self.twin.architecture} was found: what linear modules of its blocks read is mixed "
                 "among tokens"
             )
-        if not self.spaces:
-            whose, beside = ("", "") if self.stack is None else (f"the {self.stack} of ", self._beside)
-            raise UserError(f"no space of {whose}{self.twin.architecture} was found: {self._said()}{beside}")
+        if not self.spaces and self.stack is not None:
+            raise UserError(
+                f"no space of the {self.stack} of {self.twin.architecture} was found: {said(self.whole)}{self._beside}"
+            )
         model: Any = self.twin.model
         outside = self._images() if are_images(self.twin.batch) else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
@@ -307,13 +308,6 @@ class Describer:
         paths = [path for path, module in modules if wanted is not None and module is wanted]
         stored = (path for path in paths if self.names.shapes.keys() & {f"{path}.weight"})
         return next(stored, next(iter(paths), None))
-
-    def _said(self) -> str:
-        names: dict[str, list[str]] = {}
-        for name, why in self.whole.items():
-            names.setdefault(why, []).append(name)
-        said = "; ".join(f"{' and '.join(own)}: {why}" for why, own in names.items())
-        return said or "nothing ends in a linear module"
 
     @property
     def _beside(self) -> str:
@@ -925,6 +919,15 @@ class Describer:
         except UserError:
             return True
         return False
+
+
+def said(whole: Mapping[str, str]) -> str:
+    """Return why spaces stay whole, by the space, in one sentence."""
+    names: dict[str, list[str]] = {}
+    for name, why in whole.items():
+        names.setdefault(why, []).append(name)
+    reasons = "; ".join(f"{' and '.join(own)}: {why}" for why, own in names.items())
+    return reasons or "nothing ends in a linear module"
 
 
 def drop_space(draft: Draft, name: str, why: str) -> None:

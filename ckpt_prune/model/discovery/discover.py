@@ -22,7 +22,7 @@ from ckpt_prune.common.user_cache import user_cache
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
-from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of
+from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of, said
 from ckpt_prune.model.discovery.parts import find_class
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.switches import WidthSwitchError
@@ -74,8 +74,8 @@ class Discovery(BaseModel):
     def check_spaces(self) -> None:
         """Refuse a class of which no space is proven, in one line."""
         if not self.description["spaces"]:
-            reasons = "; ".join(f"{space}: {why}" for space, why in self.description["found"]["whole"].items())
-            raise UserError(f"no space of {next(iter(self.description['architectures']))} is proven: {reasons}")
+            architecture = next(iter(self.description["architectures"]))
+            raise UserError(f"no space of {architecture} is proven: {said(self.description['found']['whole'])}")
 
 
 def discover(config: Mapping[str, Any], stack: Stack | None = None, *, spaceless: bool = False) -> Discovery:
