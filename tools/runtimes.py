@@ -28,6 +28,10 @@ def _families(names: tuple[str, ...] | None, every: str = "all") -> str:
     return every if names is None else ", ".join(f"`{name}`" for name in sorted(names))
 
 
+def _encoders(runtime: Runtime) -> str:
+    return f"; encoders {_families(runtime.encoders)}" if runtime.encoders else ""
+
+
 def _multiples(runtime: Runtime) -> str:
     multiples = runtime.rows | runtime.units
     options = {
@@ -46,13 +50,13 @@ def page() -> str:
         text += f"| {words} | {example} | {' | '.join(marks)} |\n"
     text += "\n| runtime | run it | options, and multiples | only text generation |\n|---|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
-        only = "yes" if runtime.generates else "no"
+        only = ("and embeddings" if runtime.encoders else "yes") if runtime.generates else "no"
         steps = [command.replace("AUTO", "AutoModel…") for command in (runtime.export, runtime.command) if command]
         text += f"| {name} | {', then '.join(f'`{step}`' for step in steps)} | {_multiples(runtime)} | {only} |\n"
     text += "\n| runtime | families | families whose blocks may differ |\n|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
         uneven = _families(runtime.families_of.get("widths"), "all of these")
-        text += f"| {name} | {_families(runtime.families, _all(runtime))} | {uneven} |\n"
+        text += f"| {name} | {_families(runtime.families, _all(runtime))}{_encoders(runtime)} | {uneven} |\n"
     text += "\n"
     for name, runtime in RUNTIMES.items():
         validate_note = f" For `validate`: {runtime.beside}." if runtime.beside else ""
@@ -68,6 +72,7 @@ def front_table() -> str:
         if not runtime.tried:
             continue
         families = _all(runtime, "all families") if runtime.families is None else f"{len(runtime.families)} families"
+        families += f" and {len(runtime.encoders)} of encoders" if runtime.encoders else ""
         uneven = f"{len(own)} families" if (own := runtime.families_of.get("widths")) else families
         graph = "`export`" if runtime.graphs else "`export --format gguf`"
         by = graph if runtime.export else "the checkpoint"

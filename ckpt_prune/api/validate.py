@@ -18,11 +18,11 @@ from ckpt_prune.options.commands import ValidateOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.onnx.records import Validations
-    from ckpt_prune.runtimes.comparison import RuntimeProof
+    from ckpt_prune.runtimes.comparison import Proof, RuntimeProof
 
 
 @takes(ValidateOptions)
-def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
+def validate(options: ValidateOptions) -> "Validations | Proof":
     """Prove that the graphs in DIR compute in onnxruntime what MODEL computes in PyTorch.
 
     DIR is a folder that `export` wrote. A graph in it, such as OUT/onnx/model.onnx, stands for the folder: all its
@@ -98,7 +98,7 @@ def _folder_of(name: str) -> str:
     return str(path.parent) if path.suffix == ".onnx" and path.is_file() else name
 
 
-def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
+def _validate_gguf(options: ValidateOptions) -> "Proof":
     from ckpt_prune.gguf import require_gguf
 
     require_gguf()

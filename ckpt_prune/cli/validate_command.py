@@ -9,10 +9,10 @@ from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:
     from ckpt_prune.onnx.records import Validations
-    from ckpt_prune.runtimes.comparison import RuntimeProof
+    from ckpt_prune.runtimes.comparison import Proof
 
 
-def _show(validations: "Validations | RuntimeProof", _options: dict[str, Any]) -> None:
+def _show(validations: "Validations | Proof", _options: dict[str, Any]) -> None:
     from ckpt_prune.cli.proof import proof_lines
     from ckpt_prune.onnx.records import Validations
 

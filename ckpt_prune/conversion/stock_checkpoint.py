@@ -18,7 +18,7 @@ from ckpt_prune.common.records import FixedRecord
 
 
 class RuntimeComparison(Protocol):
-    """How a new checkpoint compares with its source in another runtime: see `runtimes.comparison.RuntimeProof`."""
+    """How a new checkpoint compares with its source in another runtime: see `runtimes.comparison.Proof`."""
 
     @property
     def passed(self) -> bool:

@@ -183,6 +183,48 @@ KDA = {
 }
 """Linear attention with a decay for each channel of its keys, beside projections of queries, keys, values, outputs."""
 
+BERT = {
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+DISTILBERT = {
+    "attention.q_lin": "attn_q",
+    "attention.k_lin": "attn_k",
+    "attention.v_lin": "attn_v",
+    "attention.out_lin": "attn_output",
+    "sa_layer_norm": "attn_output_norm",
+    "ffn.lin1": "ffn_up",
+    "ffn.lin2": "ffn_down",
+    "output_layer_norm": "layer_output_norm",
+}
+_INPUT_NAMES = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"}
+NOMIC = _INPUT_NAMES | {
+    "attn.out_proj": "attn_output",
+    "norm1": "attn_output_norm",
+    "mlp.fc11": "ffn_up",
+    "mlp.fc12": "ffn_gate",
+    "mlp.fc2": "ffn_down",
+    "norm2": "layer_output_norm",
+}
+MODERNBERT = _INPUT_NAMES | {
+    "attn_norm": "attn_norm",
+    "attn.Wo": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.Wo": "ffn_down",
+}
+BERT_OUTER = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+}
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
@@ -266,6 +308,8 @@ class Architecture:
         context: key of config.json with the most tokens of a text.
         gelu: key of config.json with the activation, which llama.cpp computes as GELU by tanh and looks up in a table;
             "erf" or "tanh": what its class always computes.
+        encodes: it makes hidden states of a text, of which all tokens see each other, and generates none. Names of its
+            modules are those of the base model.
     """
 
     name: str
@@ -328,6 +372,7 @@ class Architecture:
     flags: Mapping[str, str] = field(default_factory=dict)
     context: str = "max_position_embeddings"
     gelu: str = ""
+    encodes: bool = False
 
     @property
     def embedding(self) -> str:
@@ -508,6 +553,10 @@ _LLAMA_4 = {module.replace("mlp", "feed_forward"): tensor for module, tensor in 
     "feed_forward.router": "ffn_gate_inp"
 }
 _XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")}
+_ENCODES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (*TANH_GELU, "gelu"),
+    "position_embedding_type": ("absolute", None),
+}
 _UNTIED: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,)}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
@@ -944,6 +993,27 @@ ARCHITECTURES = (
     Architecture("starcoder", "gpt_bigcode", _GPT2, _WORDS | {"transformer.wpe": "position_embd"}, layers="h",
                  whole="heads", unrotated=True, only=_GPT2_ONLY, dense_width="n_inner", epsilon="layer_norm_epsilon",
                  fused="attn.c_attn", grouped=True, gelu="activation_function"),
+    *(Architecture("bert", each, BERT, BERT_OUTER, whole="heads", unrotated=True, only=_ENCODES, encodes=True,
+                   epsilon="layer_norm_epsilon", layers="encoder.layer", constants={"attention.causal": False},
+                   gelu="hidden_act")
+      for each in ("bert", "roberta", "xlm-roberta", "camembert")),
+    Architecture("bert", "distilbert", DISTILBERT, {key: BERT_OUTER[key] for key in BERT_OUTER if "types" not in
+                 BERT_OUTER[key]}, whole="heads", unrotated=True, only={"activation": ("gelu",)}, encodes=True,
+                 epsilon="layer_norm_epsilon", layers="transformer.layer", constants={"attention.causal": False,
+                 "attention.layer_norm_epsilon": 1e-12}, gelu="activation"),
+    Architecture("nomic-bert", "nomic_bert", NOMIC, {"emb_ln": "token_embd_norm"} | {key: BERT_OUTER[key] for key in
+                 BERT_OUTER if "Layer" not in key and "position" not in key}, whole="heads", only=_SILU, encodes=True,
+                 biases=frozenset({"norm1", "norm2", "emb_ln"}), epsilon="layer_norm_epsilon", layers="encoder.layers",
+                 constants={"attention.causal": False}, fused="attn.Wqkv"),
+    Architecture("eurobert", "eurobert", outer={"embed_tokens": "token_embd", "norm": "output_norm"}, biases=_NONE,
+                 whole="heads", only=_SILU, encodes=True, constants={"attention.causal": False}),
+    Architecture("modern-bert", "modernbert", MODERNBERT, {"embeddings.tok_embeddings": "token_embd",
+                 "embeddings.norm": "token_embd_norm", "final_norm": "output_norm"}, whole="heads", encodes=True,
+                 only={"hidden_activation": ("gelu",)}, biases=_NONE, window="some",
+                 epsilon="layer_norm_epsilon", constants={"attention.causal": False},
+                 counts={"attention.sliding_window": "local_attention"},
+                 halves={"mlp.Wi.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}, joined=True,
+                 fused="attn.Wqkv", pattern=3, first=True),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 OTHERWISE = {

@@ -20,6 +20,7 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.whole_model import config_of
+from ckpt_prune.gguf.encoders import is_encoder
 from ckpt_prune.gguf.fitting import Fitter
 from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
 from ckpt_prune.gguf.layout import lay_out
@@ -45,7 +46,7 @@ from ckpt_prune.model.composites import text_part
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import RuntimeProof
+from ckpt_prune.runtimes.comparison import Proof
 
 CPU = torch.device("cpu")
 _OF_TEXT = (
@@ -75,7 +76,7 @@ class ExportedGguf:
     type: str
     bytes: int
     notes: tuple[str, ...]
-    proof: RuntimeProof | None
+    proof: Proof | None
 
     @property
     def passed(self) -> bool:
@@ -151,7 +152,7 @@ def export_gguf(
     folder = source.checkpoint.whole
     chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, chosen)
-    tokenizer = read_tokenizer(folder, layout.values["vocab_size"])
+    tokenizer = read_tokenizer(folder, layout.values["vocab_size"], encodes=layout.architecture.encodes)
     importance: Importance = {}
     if statistics is not None:
         importance = importance_of_statistics(Statistics(statistics), source, chosen)
@@ -172,7 +173,7 @@ def export_gguf(
             f"the proof loads the whole model, {human_bytes(whole)} in llama.cpp and then {human_bytes(in_float32)} in "
             "PyTorch; --no-validate needs the memory of a tensor or two"
         )
-    result: RuntimeProof | None = None
+    result: Proof | None = None
     name, size = layout.architecture.name, 0
     try:
         with staged_file(check_place(out)) as (place, _):
@@ -227,7 +228,7 @@ def _empty_folder(place: Path, name: str) -> Iterator[Path]:
 
 def validate_gguf(
     file: Path, against: str, proving: ProofOptions, *, dense: DenseSource | None = None, trust: bool = False
-) -> RuntimeProof:
+) -> Proof:
     """Compare a GGUF file in llama.cpp with a checkpoint in PyTorch, and its weights with the checkpoint's.
 
     Raises:
@@ -240,8 +241,9 @@ def validate_gguf(
     tokens = len(opened.values.get("tokenizer.ggml.tokens", ()))
     _check_tokens(file, tokens, folder, trust=trust)
     ends: tuple[int, ...] = ()
-    with suppress(UserError):  # a tokenizer that only another tool writes
-        ends = read_tokenizer(folder, tokens).ends
+    if not is_encoder(opened.values):
+        with suppress(UserError):  # a tokenizer that only another tool writes
+            ends = read_tokenizer(folder, tokens).ends
     shown = describe_type(kind, {name: tensor.kind for name, tensor in opened.tensors.items()})
     proof = prove(file, folder, shown, proving, ends=ends, dense=dense, trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})

@@ -114,8 +114,8 @@ class FilePlanner:
 
     @cached_property
     def _tokenizer(self) -> FileTokenizer:
-        rows = int(lay_out(self.model).values["vocab_size"])
-        return read_tokenizer(self._folder, rows)
+        layout = lay_out(self.model)
+        return read_tokenizer(self._folder, layout.values["vocab_size"], encodes=layout.architecture.encodes)
 
     @property
     def _bare_tokenizer(self) -> FileTokenizer:

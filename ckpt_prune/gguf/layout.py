@@ -31,6 +31,15 @@ from ckpt_prune.gguf.architectures import (
     VALUE,
     Architecture,
 )
+from ckpt_prune.gguf.encoders import (
+    POOLING_KEY,
+    TOKEN_TYPES,
+    TYPES_KEY,
+    describe_left_out,
+    is_left_out,
+    pooling_of,
+    reads_texts,
+)
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.orders import (
     DeltaHeads,
@@ -42,6 +51,7 @@ from ckpt_prune.gguf.orders import (
 )
 from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensors
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
+from ckpt_prune.model.context import reserved_positions
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
 from ckpt_prune.model.skeleton import is_stored_buffer, parse_config
@@ -50,6 +60,7 @@ _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _NO_SINK = -1e30
 """A sink whose share of attention is 0."""
 _TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
+_POSITIONS = "position_embd"
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
 _PARTIAL = "partial_rotary_factor"
@@ -105,24 +116,27 @@ class GgufSource:
 
     Attributes:
         candidates: architectures of llama.cpp for its family, which say what its modules are.
+        left_out: tensors of an encoder's head.
     """
 
     model: Model
     outer: Block
     blocks: tuple[Block, ...]
     candidates: tuple[Architecture, ...]
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "GgufSource":
-        """Sort the tensors of a model that generates text; `read` returns one by name, by default as it is stored."""
+        """Sort the tensors of a model; `read` returns one by name, by default as it is stored."""
         read = read or partial(_read, model)
         checkpoint, family, start = model.checkpoint, model.family, model.family.blocks_prefix
+        model_type = str(checkpoint.config["model_type"])
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
-        if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
-            raise CannotMapError(
-                f"{architecture} does not generate text, and GGUF files are written of models that do: ONNX graphs are "
-                "made of others (`export`, `frontier --for onnxruntime`)"
-            )
+        generates = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        encoder = None if generates else _encoder(model_type, architecture)
+        # Names of encoders are those of the base model, and what is not of it is a head.
+        base = "" if encoder is None else start.removesuffix(f"{encoder.layers}.")
+        left_out: list[str] = []
         tied = checkpoint.config.get("tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
         head = f"{family.head or 'lm_head'}.weight"
         before = "" if family.prefixed else f"{family.base}."  # names of the base model, as GPT-2 is published
@@ -134,15 +148,21 @@ class GgufSource:
             weight = GgufWeight(tuple(info.shape), partial(read, name))
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
+            if encoder is not None and (not name.startswith(base) or is_left_out(name.removeprefix(base))):
+                left_out.append(name)
+                continue
             whole = name if name == head or name.startswith(before) else before + name
+            whole = whole if encoder is None else name.removeprefix(base)
+            if not inside and encoder is not None and encoder.outer.get(_module(whole)) == _POSITIONS:
+                weight = weight.take(0, torch.arange(reserved_positions(model.config), weight.shape[0]))
             (blocks[int(index)] if inside else outer)[inner if inside else whole] = weight
-        model_type = str(checkpoint.config["model_type"])
         stacked = [_stack(block) for block in blocks]
         within = checkpoint.within
-        candidates = _candidates(model_type, stacked, "" if within is None else within.whole.config.get("model_type"))
+        seeing = "" if within is None else within.whole.config.get("model_type")
+        candidates = _candidates(model_type, stacked, seeing) if encoder is None else (encoder,)
         halves = [order for architecture in candidates[:1] for order in order_of_halves(architecture)]
         split = tuple(as_in_file(block, halves) for block in stacked)
-        source = cls(model, _stack(outer), split, candidates)
+        source = cls(model, _stack(outer), split, candidates, tuple(left_out))
         fused = next((each for each in candidates if each.fused), None)
         if fused is None:
             return source
@@ -455,12 +475,34 @@ def _zeros(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, GgufWeight]:
     return {name: GgufWeight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
 
 
+def _encoder(model_type: str, architecture: str) -> Architecture:
+    """Return llama.cpp's architecture for an encoder.
+
+    Raises:
+        CannotMapError: it has none, or the class answers by a head.
+    """
+    named = [each for each in ARCHITECTURES if each.encodes]
+    elsewhere = "ONNX graphs are made of others (`export`, `frontier --for onnxruntime`)"
+    found = next((each for each in named if each.model_type == model_type), None)
+    if found is None:
+        raise CannotMapError(
+            f"{architecture} does not generate text, and GGUF files are written of models that do, and of encoders "
+            f"({', '.join(each.model_type for each in named)}): {elsewhere}"
+        )
+    if not reads_texts(architecture):
+        raise CannotMapError(
+            f"{architecture} answers by a head, and GGUF files are written of encoders for the hidden states and "
+            f"embeddings that they make: {elsewhere}"
+        )
+    return found
+
+
 def _candidates(model_type: str, blocks: Sequence[Block], whole: Any) -> tuple[Architecture, ...]:
     """Return the architectures of a family: those with experts if blocks have experts, else those without any.
 
     Parts of some models that also see have one that takes images, too.
     """
-    named = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
+    named = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type and not each.encodes)
     if seeing := tuple(each for each in named if whole in each.wholes):
         return seeing
     modules = {_module(name) for block in blocks for name in block}
@@ -562,7 +604,13 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     if architecture.differs and architecture.model_type == "granite":
         source = source.absorb_scales()
     rotary, factors, context = _rotary(source, architecture)
-    if context < _context(source, architecture):
+    if source.left_out:
+        notes.append(describe_left_out(source.left_out))
+    if architecture.encodes:
+        number, lines = pooling_of(source.model.checkpoint.path)
+        rotary |= {} if number is None else {POOLING_KEY: number}
+        notes += lines
+    elif context < _context(source, architecture):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
     if INDEXED in architecture.counts:
         chosen = source.count(architecture.counts[INDEXED]) * int(source.value("index_block_size") or 1)
@@ -868,6 +916,9 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     if source.model.checkpoint.within is not None and architecture.wholes:
         images = source.model.checkpoint.within.whole.config.get("vision_config") or {}
         values["n_deepstack_layers"] = len(images.get("deepstack_visual_indexes") or ())
+    if architecture.encodes:
+        types = source.outer.get(f"{TOKEN_TYPES}.weight")
+        values[TYPES_KEY] = 1 if types is None else types.shape[0]
     start, blocks = source.model.family.layers, range(len(source.blocks))
     values |= {
         key: [float(_read(source.model, f"{start}.{block}.{name}")) for block in blocks]
@@ -877,7 +928,7 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     values |= {key: bool(source.value(name)) for key, name in architecture.flags.items()}
     if architecture.window and not all(full := _sees_all(source)):
-        values["attention.sliding_window"] = int(source.value("sliding_window"))
+        values.setdefault("attention.sliding_window", int(source.value("sliding_window")))
         if architecture.pattern is None or full != _lasts(architecture, len(full)):
             values["attention.sliding_window_pattern"] = [not each for each in full]
     if architecture.shares and architecture.differs:
@@ -954,7 +1005,8 @@ def _latents(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
 
 def _context(source: GgufSource, architecture: Architecture) -> int:
     """Return how many tokens config.json says that a text has at most."""
-    return int(source.value(architecture.context) or (_STATES if architecture.attends == "never" else _CONTEXT))
+    stated = source.value(architecture.context) or (_STATES if architecture.attends == "never" else _CONTEXT)
+    return int(stated) - reserved_positions(source.model.config)
 
 
 def _intervals(attends: list[bool]) -> dict[str, Any]:

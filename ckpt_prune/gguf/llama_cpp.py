@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class LlamaCppTask:
         ends: tokens at which a text may end.
         generate: tokens to generate, to be timed.
         repeats: times that this is done; the fastest counts, as what else runs on the machine only slows it down.
-        states: also return what the head reads at every token of the windows.
+        states: also return what the head reads at every token of the windows; of an encoder, its last hidden states.
+        pooled: also return the embedding of each window, pooled as the file says.
     """
 
     model: str
@@ -53,6 +55,7 @@ class LlamaCppTask:
     generate: int = 0
     repeats: int = 1
     states: bool = False
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Answer:
         generation_speed: tokens a second that are generated.
         memory: most bytes that the process took.
         states: what the head reads, behind the last norm, (windows, length, hidden), float32; (0,) if not asked for.
+        pooled: embeddings, (windows, hidden), float32, of any length; (0,) if not asked for.
     """
 
     tokens: list[list[int]]
@@ -84,6 +88,7 @@ class Answer:
     generation_speed: float
     memory: int
     states: "np.ndarray[Any, Any]"
+    pooled: "np.ndarray[Any, Any]"
 
 
 def has_runtime() -> bool:
@@ -125,7 +130,7 @@ def run_llama_cpp(task: LlamaCppTask, scratch: Path | None = None) -> Answer:
             raise UserError(f"llama.cpp cannot run {task.model}: {_reason(process.stderr, process.returncode)}")
         answer = json.loads((place / "answer.json").read_text(encoding="utf-8"))
         with np.load(place / "answer.npz") as arrays:
-            return Answer(**answer, **{name: arrays[name] for name in ("ids", "logs", "actual", "states")})
+            return Answer(**answer, **{name: arrays[name] for name in arrays.files})
 
 
 def _reason(log: str, code: int) -> str:
@@ -139,7 +144,8 @@ def _reason(log: str, code: int) -> str:
 # ---- in the other process --------------------------------------------------------------------------------------------
 
 
-def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
+def _start(task: LlamaCppTask, *, embeds: bool, pools: bool = False) -> Any:
+    """Start a server; one that embeds gives states of all tokens, or pools them as the file says."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -154,10 +160,20 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     # As PyTorch: a cache in float32, and attention in the plain order.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if task.states:  # a whole window in one batch
+    if embeds:  # a whole window in one batch
         params.embedding, params.n_batch, params.n_ubatch = True, params.n_ctx, params.n_ctx
+    if embeds and not pools:
         params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+def _embed(server: Any, windows: list[list[int]]) -> list[Any]:
+    """Return the states of each window, or the one embedding in a list."""
+    return [_post(server, "/embedding", {"content": each, "embd_normalize": -1})[0]["embedding"] for each in windows]
+
+
+def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
+    server = _start(task, embeds=task.states)
     prompts = [_post(server, "/apply-template", {"messages": chat})["prompt"] for chat in task.chats]
     tokens, prompt_tokens = (
         [
@@ -179,11 +195,11 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
                 every = _predict(server, window[:position], 2**30, plain)
                 log_probabilities = {each["id"]: each["logprob"] for each in every}
             actual.append(log_probabilities[window[position]])
-    states = [
-        _post(server, "/embedding", {"content": window, "embd_normalize": -1})[0]["embedding"]
-        for window in (task.windows if task.states else ())
-    ]
-    speeds = dict.fromkeys(("prompt_per_second", "predicted_per_second"), 0.0)
+    started = perf_counter()
+    states = _embed(server, task.windows) if task.states else []
+    read = sum(map(len, task.windows)) / (perf_counter() - started) if task.states else 0.0
+    pooled = _embed(_start(task, embeds=True, pools=True), task.windows) if task.pooled else []
+    speeds = {"prompt_per_second": read, "predicted_per_second": 0.0}
     if task.generate:
         prompt = task.windows[0][: task.context - task.generate]
         body = {
@@ -211,6 +227,7 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
         "logs": np.array(logs, dtype=np.float32).reshape(*shape, top),
         "actual": np.array(actual, dtype=np.float32).reshape(shape),
         "states": np.array(states, dtype=np.float32),
+        "pooled": np.array([each[0] for each in pooled], dtype=np.float32),
     }
     return answer, arrays
 

@@ -10,11 +10,21 @@ from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.architectures import ARCHITECTURES, EXPERT_COUNTS, TANH_GELU
+from ckpt_prune.gguf.embedding_proof import prove_embeddings
+from ckpt_prune.gguf.encoders import is_encoder
 from ckpt_prune.gguf.layout import bounds_are_exact
 from ckpt_prune.gguf.llama_cpp import Answer, LlamaCppTask, require_runtime, run_llama_cpp
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.tokenizer import CHATS, fill_chats, find_frame, load_stored_tokenizer
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import LARGEST_KL, RuntimeProof, choose_windows, compare_logs, reference_logs
+from ckpt_prune.runtimes.comparison import (
+    LARGEST_KL,
+    EmbeddingProof,
+    RuntimeProof,
+    choose_windows,
+    compare_logs,
+    reference_logs,
+)
 from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
 
 _SAME_WEIGHTS = 0.05
@@ -34,7 +44,7 @@ def prove(
     trust: bool = False,
     threads: int = 0,
     same_weights: bool = False,
-) -> RuntimeProof:
+) -> RuntimeProof | EmbeddingProof:
     """Compare a file with the checkpoint that it was made from. The whole model is loaded.
 
     Args:
@@ -54,6 +64,18 @@ def prove(
             tokens, or goes on after an end.
     """
     require_runtime()
+    if is_encoder((opened := open_gguf(file)).values):
+        return prove_embeddings(
+            opened,
+            folder,
+            kind,
+            options,
+            dense=dense,
+            scratch=scratch,
+            trust=trust,
+            threads=threads,
+            same_weights=same_weights,
+        )
     chosen = choose_windows(folder, options, trust=trust)
     windows = chosen.windows
     tokenizer = load_stored_tokenizer(folder)

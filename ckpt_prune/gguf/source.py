@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune.checkpoint.files import sha256_files
@@ -33,6 +33,7 @@ from ckpt_prune.gguf.architectures import (
     SHARED_WIDTH,
     Architecture,
 )
+from ckpt_prune.gguf.encoders import CAUSAL_KEY, TOKEN_TYPES, texts_of_pooling
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import llama3_divisors
@@ -53,7 +54,7 @@ from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, stock_names
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import RuntimeProof
+from ckpt_prune.runtimes.comparison import Proof
 from ckpt_prune.show.model_card import front_matter
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -87,6 +88,8 @@ _EPSILONS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
     **dict.fromkeys(("nemotron_h", "gpt2", "falcon", "bloom", "mpt", "gpt_bigcode"), "layer_norm_epsilon"),
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), "layer_norm_epsilon"),
+    **dict.fromkeys(("bert", "nomic_bert"), "layer_norm_eps"),
+    "modernbert": "norm_eps",
 }
 
 
@@ -119,7 +122,11 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     check_shapes(shapes, names, str(path))
     dtype = _dtype(file)
     written["dtype"] = str(dtype).removeprefix("torch.")
-    texts = {"generation_config.json": pretty_json(stored.generation), **_tokenizer_texts(stored.tokenizer)}
+    texts = _tokenizer_texts(stored.tokenizer)
+    if architecture.encodes:
+        texts |= texts_of_pooling(file.values, config["hidden_size"])
+    else:
+        texts["generation_config.json"] = pretty_json(stored.generation)
     if card := {key: value for key in _CARD if _is_text(value := file.values.get(f"general.{_CARD[key]}"))}:
         texts["README.md"] = f"{front_matter(card)}\nMade from {path.name}.\n"
     kinds = sorted({info.kind.name for info in file.tensors.values()})
@@ -179,12 +186,12 @@ def comparison_with(
             f"free; elsewhere {later}"
         )
     else:
-        ends = json.loads(stock.texts["generation_config.json"])["eos_token_id"]
+        ends = json.loads(stock.texts.get("generation_config.json", "{}")).get("eos_token_id")
         return partial(_compare, path, proving, ends if isinstance(ends, list) else [ends] * (ends is not None))
     return None
 
 
-def _compare(path: Path, proving: ProofOptions, ends: Sequence[int], folder: Path) -> RuntimeProof:
+def _compare(path: Path, proving: ProofOptions, ends: Sequence[int], folder: Path) -> Proof:
     try:
         proof = prove(path, folder, type_of_file(open_gguf(path)), proving, ends=ends, same_weights=True)
     except UserError as error:
@@ -264,8 +271,9 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         per_block[architecture.value_rows] = keys.number("attention.value_length", hidden // heads)
     elif not latent and keys.number("attention.value_length", hidden // heads) != head_dim:
         raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
+    classes = MODEL_MAPPING_NAMES if architecture.encodes else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     config: dict[str, Any] = {
-        "architectures": [CLASSES[architecture.model_type]],
+        "architectures": [classes[architecture.model_type]],
         "model_type": architecture.model_type,
         "vocab_size": rows.shape[0],
         "hidden_size": hidden,
@@ -314,6 +322,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     config[epsilon] = keys.decimal(f"attention.{architecture.epsilon}")
     if config.get("attention_multiplier", 1) is None:
         config["attention_multiplier"] = head_dim**-0.5
+    if architecture.encodes:
+        _add_encoder(file, keys, architecture, config)
     if architecture.switch:
         config[architecture.switch] = "rope" if keys.flag("rope.scaling.finetuned", True) else "nope"
     if architecture.indexers:
@@ -362,7 +372,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 def _by_names_of_class(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Return a config under the names that its class gives to keys. Older classes have no key for some sizes."""
     usual = CONFIG_MAPPING[architecture.model_type]()
-    lacking = {key for key in _SIZES if architecture.fused} - usual.to_dict().keys()
+    lacking = {key for key in _SIZES if architecture.fused or architecture.encodes} - usual.to_dict().keys()
     written: dict[str, Any] = {}
     for key, value in config.items():
         part, _, own = key.rpartition(".")
@@ -371,6 +381,21 @@ def _by_names_of_class(config: dict[str, Any], architecture: Architecture) -> di
         elif key not in lacking:
             written[usual.attribute_map.get(key, key)] = value
     return written
+
+
+def _add_encoder(file: GgufFile, keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
+    """What is different of encoders: tokens see each other, have types, and predict none."""
+    if keys.flag(CAUSAL_KEY, True):
+        raise keys.refuse(CAUSAL_KEY, "and no class of transformers is known to compute that")
+    heads = config["num_attention_heads"]
+    if heads * config["head_dim"] != config["hidden_size"]:
+        raise keys.refuse("attention.head_count", "and heads are together as wide as the model; download it again")
+    if architecture.name != "eurobert" and config["num_key_value_heads"] != heads:
+        raise keys.refuse("attention.head_count_kv", "and every head has keys and values of its own")
+    if TOKEN_TYPES in architecture.outer:
+        types = file.tensors.get("token_types.weight")
+        config["type_vocab_size"] = 1 if types is None else types.shape[0]
+    del config["tie_word_embeddings"]
 
 
 def _latents(keys: Keys, architecture: Architecture) -> dict[str, Any]:
@@ -659,7 +684,8 @@ def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any])
     theta = keys.decimal("rope.freq_base_swa", 10000.0 if architecture.name == "gemma3" else rope["rope_theta"])
     if not theta:
         raise keys.refuse("rope.freq_base_swa", "and positions are divided by its powers; download it again")
-    if architecture.name == "gemma3" or architecture.local or architecture.model_type in ("olmo3", "mellum"):
+    own_base = architecture.name in ("gemma3", "modern-bert") or architecture.local
+    if own_base or architecture.model_type in ("olmo3", "mellum"):
         nearby: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         if architecture.local:
             rotated = keys.number("rope.dimension_count", config["head_dim"])
@@ -667,7 +693,7 @@ def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any])
                 rotated = keys.number("rope.dimension_count_swa", rotated)
             nearby["partial_rotary_factor"] = rotated / config["head_dim"]
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": nearby}
-    if architecture.name != "gemma3" and not architecture.local and window and theta != rope["rope_theta"]:
+    if not own_base and window and theta != rope["rope_theta"]:
         raise keys.refuse("rope.freq_base_swa", f"and rope.freq_base {rope['rope_theta']:g}: one counts for all blocks")
 
 
@@ -685,11 +711,14 @@ def _local_blocks(keys: Keys, blocks: int, architecture: Architecture) -> list[b
 def _tensors(
     file: GgufFile, architecture: Architecture, config: Mapping[str, Any], names: Names
 ) -> Iterator[tuple[str, GgufWeight]]:
-    layers = f"{architecture.embedding.rpartition('.')[0]}.{architecture.layers}"
+    base = "" if architecture.encodes else f"{architecture.embedding.rpartition('.')[0]}."
+    layers = f"{base}{architecture.layers}"
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     # Where several modules may be a tensor, it is the one that the class has.
     modules = sorted(architecture.block, key=lambda module: f"{layers}.0.{module}.weight" in names.shapes)
     inner = {architecture.block[module]: module for module in modules}
+    if architecture.joined and architecture.halves:
+        inner["ffn_up"] = next(iter(architecture.halves)).removesuffix(".weight")
     found: dict[str, dict[str, GgufWeight]] = {}
     for scalar, key in architecture.scalars.items():
         for place, number in enumerate(_numbers(file, key, config["num_hidden_layers"])):
@@ -730,6 +759,9 @@ def _tensors(
             weight = weight.apply(lambda decay: (-decay).double().log().float())
         start = f"{layers}.{inside['block']}." if inside else ""
         found.setdefault(start, {})[tensor] = weight.plus(-architecture.added_to(tensor))
+    if architecture.name == "bert" and f"{TOKEN_TYPES}.weight" not in found.setdefault("", {}):
+        shape = config["type_vocab_size"], config["hidden_size"]
+        found[""][f"{TOKEN_TYPES}.weight"] = GgufWeight(shape, partial(torch.zeros, shape))
     orders = order_of_halves(architecture)
     if architecture.delta_heads:
         orders += order_of_heads(architecture, _delta_heads(config))

@@ -10,7 +10,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.encoders import is_encoder
 from ckpt_prune.gguf.keys import TOKENIZER_WITHOUT_EFFECT, Keys
+from ckpt_prune.gguf.pieces import unmark_pieces
 from ckpt_prune.gguf.special_tokens import CONTROL, ENDS, OTHER_ENDS, PHI, PHI_KEEPS, UNKNOWN, USER_DEFINED, find_stops
 from ckpt_prune.gguf.tokenizer import BYTE, NORMAL, PRE_TOKENIZERS, UNUSED, cut_merge
 
@@ -32,7 +34,11 @@ _LIKE = {
     **dict.fromkeys(("poro-chat", "gpt3-finnish"), "bloom"),
 }
 """Pre-tokenizer → the one with the same expressions, under whose name they are known here."""
-_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
+_IDS = {
+    "gpt2": {"bos": 11, "eos": 11},
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+}
 """Model of a tokenizer → the tokens that llama.cpp takes where a file names none."""
 _WHOLE = ENDS | {
     *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|prefix|>", "<|suffix|>", "<|middle|>"),
@@ -72,15 +78,23 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
     model, pre = keys.take("ggml.model"), keys.take("ggml.pre")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(keys.entries("ggml.tokens", str))]
     types = _types(keys, tokens)
-    if model not in ("gpt2", "llama"):
+    encodes = is_encoder(values)
+    if model not in _IDS or (model == "bert" and not encodes):
         raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2 and llama are)")
+    if model == "bert":
+        tokens = unmark_pieces(tokens, types)
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
-    ids = {key: _id(keys, key, tokens, _IDS[model].get(key)) for key in ("bos", "eos", "unknown", "padding")}
+    named_ids = ("bos", "eos", "unknown", "padding", *(("cls", "seperator", "mask") if encodes else ()))
+    ids = {key: _id(keys, key, tokens, _IDS[model].get(key)) for key in named_ids}
+    if model == "bert":  # llama.cpp puts these two around every text
+        ids |= {"cls": ids["bos"], "eos": ids["seperator"]}
     names = {key: None if index is None else tokens[index] for key, index in ids.items()}
     if wrong := [name for name in names.values() if name is not None and name not in vocabulary]:
         raise UserError(f"{where}: the special token {wrong[0][:40]!r} is one that the file marks as unused")
     if model == "gpt2":
         tokenizer = _of_words(keys, vocabulary, pre)
+    elif model == "bert":
+        tokenizer = _of_word_pieces(keys, vocabulary, names["unknown"])
     else:
         tokenizer = _of_pieces(keys, vocabulary, types, names["unknown"])
     never_split = {token for token, index in vocabulary.items() if types[index] in _CUT}
@@ -90,21 +104,25 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
         added = AddedToken(token, normalized=False, special=not is_text, rstrip=rstrip)
         (tokenizer.add_tokens if is_text else tokenizer.add_special_tokens)([added])
     flags = {
-        "bos": keys.flag("ggml.add_bos_token", model == "llama" or pre in _WHOLE_WORDS),
-        "eos": keys.flag("ggml.add_eos_token", False),
+        "bos": keys.flag("ggml.add_bos_token", model == "llama" or pre in _WHOLE_WORDS) or model == "bert",
+        "eos": keys.flag("ggml.add_eos_token", False) or model == "bert",
     }
     if around := {key: names[key] for key, wanted in flags.items() if wanted and names[key] is not None}:
         single = [*([around["bos"]] if "bos" in around else []), "$A", *([around["eos"]] if "eos" in around else [])]
         framed = [(name, vocabulary[name]) for name in around.values() if name is not None]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=framed)
     short = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    if encodes:
+        short |= {"cls": "cls", "seperator": "sep", "mask": "mask"}
+        short = {key: name for key, name in short.items() if model != "bert" or key not in ("bos", "eos")}
     # transformers cuts every token that has a name out of a text, which llama.cpp does not do with ordinary ones.
-    named = {f"{short[key]}_token": name for key, name in names.items() if name in never_split}
-    generation = _generation(keys, values, tokens, ids)
+    named = {f"{short[key]}_token": names[key] for key in short if names[key] in never_split}
+    generation = {} if encodes else _generation(keys, values, tokens, ids)
     templates = _templates(keys)
     keys.check_others(TOKENIZER_WITHOUT_EFFECT, {})
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=templates or None, **named)
-    return StoredTokenizer(fast, len(tokens), {short[key]: ids[key] for key in ("bos", "eos", "padding")}, generation)
+    told = {"bos": "bos", "eos": "eos", "padding": "pad"}
+    return StoredTokenizer(fast, len(tokens), {told[key]: ids[key] for key in told}, generation)
 
 
 def _types(keys: Keys, tokens: list[str]) -> list[int]:
@@ -177,6 +195,16 @@ def _of_words(keys: Keys, vocabulary: Mapping[str, int], pre: Any) -> Tokenizer:
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _of_word_pieces(keys: Keys, vocabulary: Mapping[str, int], unknown: str | None) -> Tokenizer:
+    """A tokenizer that looks up the longest pieces of words."""
+    tokenizer = Tokenizer(models.WordPiece(dict(vocabulary), unk_token=str(unknown)))
+    lowercase, strips = (keys.flag(f"ggml.normalizer.{each}", True) for each in ("lowercase", "strip_accents"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 

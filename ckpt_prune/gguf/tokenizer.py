@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.pieces import describe_pieces, write_pieces
 from ckpt_prune.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED, Flags, describe_ends, find_stops, name_ends
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
@@ -130,19 +131,28 @@ def fill_chats(tokenizer: Any) -> dict[int, str]:
 def find_frame(tokenizer: Any) -> tuple[bool, bool]:
     """Return whether a tokenizer puts its first and its last token around a text."""
     plain, framed = (split(tokenizer, "a", framed=each) for each in (False, True))
-    start = framed[:1] == [tokenizer.bos_token_id] != plain[:1]
-    end = framed[-1:] == [tokenizer.eos_token_id] != plain[-1:]
+    first, last = _frame_tokens(tokenizer)
+    start = framed[:1] == [first] != plain[:1]
+    end = framed[-1:] == [last] != plain[-1:]
     if framed[start : len(framed) - end] != plain:
         raise UserError("llama.cpp puts no tokens around a text other than the first and last of a sequence")
     return start, end
 
 
-def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
+def _frame_tokens(tokenizer: Any) -> tuple[int | None, int | None]:
+    """Return the tokens that may be put around a text, which encoders name otherwise."""
+    return _first(tokenizer.bos_token_id, tokenizer.cls_token_id), _first(
+        tokenizer.eos_token_id, tokenizer.sep_token_id
+    )
+
+
+def read_tokenizer(folder: Path, rows: int, *, encodes: bool = False) -> FileTokenizer:
     """Return the tokenizer of a checkpoint folder as a GGUF file has it.
 
     Args:
         folder: of the checkpoint.
         rows: of the embedding. Added tokens beyond them are left out, and rows without a token are named [PADn].
+        encodes: the model is an encoder, which ends no text, and whose tokens may be WordPieces.
 
     Raises:
         UserError: llama.cpp has no such tokenizer; what it lacks is named.
@@ -152,15 +162,20 @@ def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"{folder}: llama.cpp has no tokenizer like {type(tokenizer).__name__}")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    values = _content(content, rows, folder)
+    values = (write_pieces if encodes and content["model"]["type"] == "WordPiece" else _content)(content, rows, folder)
     config, generation = (read_json_object(file) if file.is_file() else {} for file in map(folder.joinpath, _CONFIGS))
-    ends = [end for end in _ends(generation if "eos_token_id" in generation else config) if end < rows]
+    stated = _ends(generation if "eos_token_id" in generation else config)
+    ends = [] if encodes else [end for end in stated if end < rows]
+    first, last = _frame_tokens(tokenizer)
     ids = {
-        "bos": _first(tokenizer.bos_token_id, config.get("bos_token_id")),
-        "eos": _first(tokenizer.eos_token_id, config.get("eos_token_id"), *ends),
+        "bos": _first(first, config.get("bos_token_id")),
+        "eos": _first(last, config.get("eos_token_id"), *ends),
         "unknown": tokenizer.unk_token_id,
         "padding": _first(tokenizer.pad_token_id, config.get("pad_token_id")),
     }
+    if encodes:
+        others = {"cls": tokenizer.cls_token_id, "seperator": tokenizer.sep_token_id, "mask": tokenizer.mask_token_id}
+        ids |= {key: None if index is None or index >= rows else index for key, index in others.items()}
     ids |= name_ends(ends, ids["eos"], values["tokenizer.ggml.tokens"])
     for key, index in ids.items():
         if index is not None and 0 <= index < rows:
@@ -171,6 +186,8 @@ def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
         start, end = find_frame(tokenizer)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
+    if not (start and end) and values["tokenizer.ggml.model"] == "bert":
+        raise UserError(f"{folder}: llama.cpp puts {tokenizer.cls_token} and {tokenizer.sep_token} around every text")
     values |= {"tokenizer.ggml.add_bos_token": start, "tokenizer.ggml.add_eos_token": end}
     template = tokenizer.chat_template
     if isinstance(template, dict) and "default" not in template:
@@ -184,8 +201,12 @@ def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
         strips = flags.check(file_name, prompts)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    notes = (*describe_ends(values, ends), *strips, *_differences(used, tokenizer, prompts, start=start, end=end))
-    stops = find_stops(values)
+    stops = set() if encodes else find_stops(values)
+    notes = (
+        *(describe_pieces(values) if encodes else describe_ends(values, ends)),
+        *strips,
+        *_differences(used, tokenizer, prompts, start=start, end=end),
+    )
     return FileTokenizer(values, file_name, tuple(end for end in ends if end in stops), notes)
 
 

@@ -20,7 +20,7 @@ from ckpt_prune.gguf.reading import GgufFile
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
-_FLOAT32 = ("_norm.", ".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.", "position_embd.")
+_FLOAT32 = ("_norm.", ".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.", "position_embd.", "token_types.")
 """Parts of names of what llama.cpp keeps in float32."""
 _SMALL = ("altup_", ".laurel_", "per_layer_model_proj.")
 """Parts of names of matrices that llama.cpp does not round: they are floats, of 16 bits where others have fewer."""

@@ -101,7 +101,8 @@ def fill_writer(
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), sizes[name], raw_dtype=kinds[name])
     _add_general(writer, layout, source, tokenizer.name, file_type(chosen))
     for key, value in layout.values.items():
-        prefix = "" if key in layout.architecture.scalars.values() else f"{layout.architecture.name}."
+        stands = key in layout.architecture.scalars.values() or key.startswith("tokenizer.")
+        prefix = "" if stands else f"{layout.architecture.name}."
         _add(writer, prefix + key, value)
     for key, value in tokenizer.values.items():
         _add(writer, key, value)

@@ -92,6 +92,9 @@ _LLAMA_CPP = (
     *("gpt2", "gpt_neox", "falcon", "bloom", "mpt", "gpt_bigcode", "sarvam_moe", "minimax_m3_vl_text"),
     *("mamba", "falcon_mamba", "mamba2", "bamba"),
 )
+_LLAMA_CPP_ENCODERS = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert", "nomic_bert", "eurobert"),
+)
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (
     *("beit", "bert", "bloom", "camembert", "cohere", "cohere2", "deberta-v2", "deepseek_v3", "deit", "dinov2"),
@@ -132,6 +135,7 @@ class Runtime:
         families: that it has; None: all.
         families_of: families of which it takes a change, where these are not all of `families`.
         generates: it takes decoders that generate text, and no others: no encoder-decoders.
+        encoders: families of encoders that it takes beside these.
         rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
         note: what else to know.
@@ -145,6 +149,7 @@ class Runtime:
     families: tuple[str, ...] | None = None
     families_of: Mapping[Change, tuple[str, ...]] = field(default_factory=dict)
     generates: bool = False
+    encoders: tuple[str, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
@@ -170,7 +175,8 @@ RUNTIMES: dict[str, Runtime] = {
     "llama.cpp": Runtime(
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
         changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
-        families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True, rows=GGUF_ROWS,
+        encoders=_LLAMA_CPP_ENCODERS, families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True,
+        rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite, phi3, nemotron_h and "
         "gemma4_text, and in qwen3 with a tied head. In other families the file fills all blocks up with zeros to the "
         "widest, which saves less.",
@@ -223,9 +229,11 @@ RUNTIMES: dict[str, Runtime] = {
 def takers_by_change() -> list[tuple[str, str]]:
     """Return what an output may have and the runtimes that take it, in words, as `prune --help` shows them."""
     any_model = [name for name, runtime in RUNTIMES.items() if runtime.tried and not runtime.generates]
+    some = [(name, ", ".join(runtime.encoders)) for name, runtime in RUNTIMES.items() if runtime.encoders]
+    encoding = "".join(f"; encoders ({families}) also {name}" for name, families in some)
     rows = [
         ("the same widths in every block, or fewer blocks", "all that have the family"),
-        ("a model that does not generate text", f"of all of these only {', '.join(any_model)}"),
+        ("a model that does not generate text", f"of all of these only {', '.join(any_model)}{encoding}"),
     ]
     for change, (words, _) in CHANGES.items():
         others = [name for name, runtime in RUNTIMES.items() if runtime.tried and change not in runtime.changes]
@@ -278,9 +286,11 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
         generates: True if it is a decoder that generates text.
     """
     runtime = RUNTIMES[name]
-    if runtime.generates and not generates:
-        return f"{name} runs decoders that generate text, and this model is none"
-    if runtime.families is not None and model_type not in runtime.families:
+    encodes = not generates and model_type in runtime.encoders
+    if runtime.generates and not generates and not encodes:
+        also = f", and encoders ({', '.join(runtime.encoders)})" if runtime.encoders else ""
+        return f"{name} runs decoders that generate text{also}, and this model is none"
+    if runtime.families is not None and model_type not in runtime.families and not encodes:
         others = ", ".join(
             other
             for other, each in RUNTIMES.items()

@@ -80,6 +80,6 @@ def _command(prepared: Prepared, *, eight: bool) -> str:
         few = "int8" if eight else f"int4 --target-bytes {prepared.output.cost.bytes} --text FILE"
         return f"ckpt-prune quantize {{model}} --format {few} -o OUT"
     kind: GgufType = "q8_0" if eight else "q4_k_m"
-    if family.causal and not runs_on & _GRAPHS and _has_file(prepared.job.model, kind):
+    if (family.causal or "llama.cpp" in runs_on) and not runs_on & _GRAPHS and _has_file(prepared.job.model, kind):
         return f"ckpt-prune export {{model}} --format gguf --dtype {kind} -o OUT.gguf"
     return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT"

@@ -45,6 +45,15 @@ _TIMES = "times of types"
 """Entries of the journal."""
 
 
+def check_generates(model: Model) -> None:
+    """Refuse encoders: what is lost is measured by predictions of the next token."""
+    if not model.family.causal:
+        raise UserError(
+            f"{model.checkpoint.name} does not generate text, and files of a size for llama.cpp are chosen by what is "
+            "lost of predictions: choose a graph (--for onnxruntime), or a type (`export --format gguf --dtype q4_k_m`)"
+        )
+
+
 @dataclass(frozen=True)
 class FileBudgets(PruningBudgets[TypeBudget]):
     """The budgets of a model's file.

@@ -46,10 +46,11 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     require_gguf()
     from ckpt_prune.gguf.file_plan import FilePlanner
     from ckpt_prune.runner.column_budgets import recipe_of
-    from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, export_of
+    from ckpt_prune.runner.file_budgets import FileBudgets, check_generates, check_reach, export_of
     from ckpt_prune.runner.pruning_budgets import will_prune_columns
 
     model = open_model(options.model, Opening.of(options))
+    check_generates(model)
     planner = FilePlanner(model)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
     check_reach(limit, planner, options)

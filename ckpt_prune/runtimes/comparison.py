@@ -17,6 +17,7 @@ from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.samples import choose_proof_samples
 from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.options.graphs import TaskName
 
 WINDOWS, POSITIONS, GENERATED = 8, 16, 64
 """Defaults: windows; places in each at which the next token is predicted; tokens that are timed."""
@@ -24,21 +25,16 @@ LARGEST_KL = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-2}
 """Mean divergence from PyTorch, in nats a token, up to which a file passes. With 4 bits it is only measured."""
 
 
-_REMEDY = "more bits lose less, such as q4_k_m, q6_k or q8_0"
+REMEDY = "more bits lose less, such as q4_k_m, q6_k or q8_0"
 
 
-class RuntimeProof(BaseModel):
+class Proof(BaseModel):
     """How a file, or what another runtime loads, compares with PyTorch.
 
     Attributes:
         runtime: that it was run in.
         type: of its matrices.
         text: what it was compared on.
-        positions: predictions that were compared.
-        kl: mean divergence KL(PyTorch ‖ runtime) in nats, over the likeliest 4,096 tokens.
-        largest_kl: of one prediction.
-        top1: share of predictions whose likeliest token is the same.
-        perplexity: in PyTorch and in the runtime, at the same positions.
         texts: texts that both tokenizers split alike; None if the runtime was given tokens.
         speeds: tokens a second, read and generated.
         memory: of the process, in bytes.
@@ -51,11 +47,6 @@ class RuntimeProof(BaseModel):
     runtime: str = "llama.cpp"
     type: str
     text: str
-    positions: int
-    kl: float
-    largest_kl: float
-    top1: float
-    perplexity: tuple[float, float]
     texts: int | None = None
     speeds: tuple[float, float]
     memory: int
@@ -64,21 +55,29 @@ class RuntimeProof(BaseModel):
     lacking: str | None = None
     other_weights: tuple[str, ...] = ()
 
+    @property
+    def divergence(self) -> float:
+        """The figure that `allowed` limits."""
+        raise NotImplementedError
+
+    @property
+    def figures(self) -> str:
+        """What was measured, in words."""
+        raise NotImplementedError
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
         """Whether the file computes what PyTorch does, as far as its type can."""
-        return not self.other_weights and math.isfinite(self.kl) and (self.allowed is None or self.kl <= self.allowed)
+        within = math.isfinite(self.divergence) and (self.allowed is None or self.divergence <= self.allowed)
+        return not self.other_weights and within
 
     def lines(self) -> list[str]:
-        ours, theirs = self.perplexity
-        limit = "" if self.allowed is None else f" (at most {self.allowed:g})"
         split = "" if self.texts is None else f"; {self.texts} texts are split into the same tokens"
+        generated = f", {self.speeds[1]:.0f} generated" if self.speeds[1] else ""
         return [
-            f"{self.runtime}, {self.type}: KL to PyTorch {self.kl:.2g}{limit}, top-1 the same {self.top1:.1%}, "
-            f"perplexity {theirs:.4f} (PyTorch {ours:.4f}), at {self.positions} positions of {self.text}",
-            f"tokens a second: {self.speeds[0]:.0f} read, {self.speeds[1]:.0f} generated; memory "
-            f"{self.memory / 2**20:.0f} MiB{split}",
+            f"{self.runtime}, {self.type}: {self.figures}",
+            f"tokens a second: {self.speeds[0]:.0f} read{generated}; memory {self.memory / 2**20:.0f} MiB{split}",
             *(line for loss in self.losses[1:] for line in lines_of(loss)[:1]),
             *([] if self.lacking is None else [self.lacking]),
             self._verdict(),
@@ -97,6 +96,71 @@ class RuntimeProof(BaseModel):
         if self.allowed is None:
             return f"no limit is put on what {self.type} loses: it is measured"
         return f"{self.runtime} computes what PyTorch does, as far as {self.type} can"
+
+    def _limited(self, figure: float) -> str:
+        return f"{figure:.2g}" + ("" if self.allowed is None else f" (at most {self.allowed:g})")
+
+
+class RuntimeProof(Proof):
+    """How the predictions of a model that generates text compare.
+
+    Attributes:
+        positions: predictions that were compared.
+        kl: mean divergence KL(PyTorch ‖ runtime) in nats, over the likeliest 4,096 tokens.
+        largest_kl: of one prediction.
+        top1: share of predictions whose likeliest token is the same.
+        perplexity: in PyTorch and in the runtime, at the same positions.
+    """
+
+    positions: int
+    kl: float
+    largest_kl: float
+    top1: float
+    perplexity: tuple[float, float]
+
+    @property
+    def divergence(self) -> float:
+        return self.kl
+
+    @property
+    def figures(self) -> str:
+        ours, theirs = self.perplexity
+        return (
+            f"KL to PyTorch {self._limited(self.kl)}, top-1 the same {self.top1:.1%}, perplexity {theirs:.4f} "
+            f"(PyTorch {ours:.4f}), at {self.positions} positions of {self.text}"
+        )
+
+
+class EmbeddingProof(Proof):
+    """How the last hidden states of an encoder, and the embeddings that are pooled of them, compare.
+
+    Attributes:
+        tokens: whose hidden states were compared.
+        distance: mean over them of 1 − cosine to PyTorch's.
+        largest_distance: of one token.
+        pooling: of the file: mean, cls or last; None if it states none.
+        pooled: mean and largest 1 − cosine of the texts' embeddings; None without pooling.
+    """
+
+    tokens: int
+    distance: float
+    largest_distance: float
+    pooling: str | None = None
+    pooled: tuple[float, float] | None = None
+
+    @property
+    def divergence(self) -> float:
+        return max(self.distance, 0.0 if self.pooled is None else self.pooled[0])
+
+    @property
+    def figures(self) -> str:
+        pooled = ""
+        if self.pooled is not None:
+            pooled = f"; of texts, pooled by {self.pooling}, {self._limited(self.pooled[0])}"
+        return (
+            f"1 - cosine to the last hidden states in PyTorch {self._limited(self.distance)}, of one token "
+            f"{self.largest_distance:.2g}, at {self.tokens} tokens of {self.text}{pooled}"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,9 +185,11 @@ class ProofWindows:
         return self.windows[:, self.positions]
 
 
-def choose_windows(folder: Path, options: ProofOptions, *, trust: bool) -> ProofWindows:
-    """Choose windows for a checkpoint that generates text; UserError if there is no text."""
-    samples = choose_proof_samples(folder, GraphTask("text-generation", "text", False), options, trust=trust)
+def choose_windows(
+    folder: Path, options: ProofOptions, *, trust: bool, task: TaskName = "text-generation"
+) -> ProofWindows:
+    """Choose windows for a checkpoint that generates text, or does another task of text; UserError without a text."""
+    samples = choose_proof_samples(folder, GraphTask(task, "text", False), options, trust=trust)
     text = str((samples.description or {}).get("what"))
     if samples.windows is None:
         raise UserError(f"{folder}: there is no text to compare on: {text}")
@@ -192,7 +258,7 @@ def compare_logs(
             against=name,
         )
         # What is lost beside its own model few bits have done.
-        losses.append(judge(loss, _REMEDY if not losses and others["allowed"] is None else ""))
+        losses.append(judge(loss, REMEDY if not losses and others["allowed"] is None else ""))
     return RuntimeProof(**figures, losses=tuple(losses), **others)
 
 

@@ -587,6 +587,6 @@ def test_of_a_llama_4_with_its_tower_the_text_part_is_run(tmp_path):
 
 
 def test_all_architectures_are_run():
-    assert {architecture.model_type for architecture in ARCHITECTURES} == {
+    assert {architecture.model_type for architecture in ARCHITECTURES if not architecture.encodes} == {
         model_type for model_type, _ in FAMILIES.values()
     }

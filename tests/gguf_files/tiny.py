@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ckpt_prune
 from ckpt_prune.options.data import ProofOptions
@@ -123,3 +124,35 @@ def proving(folder: Path) -> ProofOptions:
     text = folder.parent / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     return ProofOptions(text=(text,), samples=1, window=48)
+
+
+def save_pieces(folder: Path, **normalizer: Any) -> None:
+    """Give a model a tokenizer of WordPieces whose special tokens stand elsewhere than BERT's."""
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["[UNK]", "[PAD]", "[MASK]", "[SEP]", "[CLS]", *letters, *(f"##{each}" for each in letters)]
+    words += ["def", "return", "hello", "##ello", "ete", "##ive"]
+    pieces = Tokenizer(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    pieces.normalizer = normalizers.BertNormalizer(**{"strip_accents": None} | normalizer)
+    pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    around = [("[CLS]", 4), ("[SEP]", 3)]
+    pieces.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
+    pieces.add_special_tokens(words[:5])
+    named = {"unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]", "sep": "[SEP]", "cls": "[CLS]"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=pieces, **{f"{key}_token": token for key, token in named.items()})
+    fast.save_pretrained(folder)
+
+
+def frame_tokens(folder: Path) -> None:
+    """Let a model's tokenizer put its first and its last token around a text."""
+    stored, ends = Tokenizer.from_file(str(folder / "tokenizer.json")), [("<s>", 0), ("</s>", 1)]
+    stored.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    stored.save(str(folder / "tokenizer.json"))
+
+
+def add_pooling(folder: Path, **settings: Any) -> None:
+    """Make a model an embedder of sentence-transformers."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings), encoding="utf-8")

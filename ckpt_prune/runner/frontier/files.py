@@ -32,7 +32,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.recipe.sizes import Size
-from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
+from ckpt_prune.runner.file_budgets import FileBudgets, check_generates, check_reach
 from ckpt_prune.runner.frontier.asked import (
     foresee_work,
     open_staging,
@@ -111,6 +111,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     require_runtime()
     check_rounding([Kind.IQ4_NL], weighted=True)
     model = open_model(options.model, Opening(options.trust_remote_code))
+    check_generates(model)
     planner = FilePlanner(model)
     planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = read_target(options, model)

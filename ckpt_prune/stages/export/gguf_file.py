@@ -74,7 +74,7 @@ class GgufExport:
         if source.checkpoint.rewritten:  # fewer tokens: llama.cpp has their tokenizer if it has that of all
             read_tokenizer(place, config_of(place, trust=job.trust).get_text_config().vocab_size)
         elif source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
-            read_tokenizer(place, layout.values["vocab_size"])
+            read_tokenizer(place, layout.values["vocab_size"], encodes=layout.architecture.encodes)
             dense = DenseSource(source.checkpoint.name, place)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)

@@ -1,0 +1,100 @@
+"""Encoders in llama.cpp, which gives their last hidden states, or one embedding of a text that is pooled of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gguf import PoolingType
+
+from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
+from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules
+
+TYPES_KEY = "tokenizer.ggml.token_type_count"
+"""Key, as it stands, with the rows of the table of token types, of which llama.cpp adds the first to every token."""
+TOKEN_TYPES = "embeddings.token_type_embeddings"
+"""Module of that table."""
+POOLING_KEY = "pooling_type"
+CAUSAL_KEY = "attention.causal"
+_POOLER = "pooler."
+_WITHOUT_HEAD = ("Model", "ForMaskedLM", "ForPreTraining")
+"""Endings of classes whose use in llama.cpp is that of their hidden states."""
+_POOLING = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "lasttoken": PoolingType.LAST}
+"""Pooling of sentence-transformers → llama.cpp's."""
+_POOLINGS = {int(PoolingType.MEAN): "mean", int(PoolingType.CLS): "cls", int(PoolingType.LAST): "last"}
+"""llama.cpp's numbers of ways to pool → their names there."""
+_OLD_NAMES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken", "max_tokens": "max"}
+_OLD_KEY = "pooling_mode_"
+
+
+def reads_texts(architecture: str) -> bool:
+    """Return whether a class's hidden states are what it is used for in llama.cpp: heads that predict masks are not."""
+    return architecture.endswith(_WITHOUT_HEAD)
+
+
+def is_left_out(module: str) -> bool:
+    """Return whether embeddings do without a module that stands beside the blocks: they are not made of its output."""
+    return module.startswith(_POOLER)
+
+
+def describe_left_out(names: Sequence[str]) -> str:
+    """Return a line on the tensors that a file does not hold."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"left out: {names[0]}{more} (llama.cpp makes embeddings of the last hidden states, not of a head's output)"
+
+
+def pooling_of(folder: Path) -> tuple[int | None, list[str]]:
+    """Return llama.cpp's number for the pooling of a sentence-transformers folder, and lines on what the file lacks.
+
+    Raises:
+        UserError: modules.json, or a config.json beside it, is damaged.
+    """
+    modules = read_modules(folder)
+    pooling = next((module for module in modules if module.kind == "Pooling"), None)
+    if pooling is None:
+        return None, ["no modules.json names a pooling: llama.cpp gives a vector for each token, or pools by --pooling"]
+    modes = _modes(read_json_object(folder / (pooling.folder or "") / "config.json"))
+    number = _POOLING.get(modes[0]) if len(modes) == 1 else None
+    if number is None:
+        notes = [f"llama.cpp does not pool by {' and '.join(modes) or 'nothing'}: it gives a vector for each token"]
+    else:
+        notes = []
+    others = [each.kind for each in modules if each.kind not in ("Transformer", "Pooling", "Normalize")]
+    if others:
+        notes.append(f"{' and '.join(others)} of modules.json are left out: embeddings are what the pooling makes")
+    return (None if number is None else int(number)), notes
+
+
+def is_encoder(values: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a file say that all of its tokens see each other."""
+    return values.get(f"{values.get('general.architecture')}.{CAUSAL_KEY}") is False
+
+
+def stated_pooling(values: Mapping[str, Any]) -> str | None:
+    """Return how a file pools, by its keys: mean, cls or last; None if it states none of these."""
+    number = values.get(f"{values.get('general.architecture')}.{POOLING_KEY}")
+    return _POOLINGS.get(number) if isinstance(number, int) else None
+
+
+def texts_of_pooling(values: Mapping[str, Any], hidden: int) -> dict[str, str]:
+    """Return the files by which sentence-transformers pools as a GGUF file of these keys does; none if it does not."""
+    pooling = stated_pooling(values)
+    if pooling is None:
+        return {}
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    mode = next(name for name, number in _POOLING.items() if _POOLINGS[int(number)] == pooling)
+    old = next(name for name, each in _OLD_NAMES.items() if each == mode)
+    settings = {"word_embedding_dimension": hidden, f"{_OLD_KEY}{old}": True}
+    return {MODULES: pretty_json(modules), "1_Pooling/config.json": pretty_json(settings)}
+
+
+def _modes(settings: Mapping[str, Any]) -> list[str]:
+    """Return how a Pooling's config.json pools; several are joined."""
+    stated = settings.get("pooling_mode")
+    if stated is None:
+        old = (key.removeprefix(_OLD_KEY) for key, value in settings.items() if key.startswith(_OLD_KEY) and value)
+        return [_OLD_NAMES.get(name, name) for name in old]
+    return [str(each) for each in (stated if isinstance(stated, list) else [stated])]

@@ -1,0 +1,151 @@
+"""Files of encoders: llama.cpp makes the hidden states and embeddings that PyTorch does, of the same tokens."""
+
+import json
+
+import pytest
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForTokenClassification
+
+import ckpt_prune
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.architectures import ARCHITECTURES
+from ckpt_prune.gguf.encoders import pooling_of
+from ckpt_prune.gguf.export import export_gguf, validate_gguf
+from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
+from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
+from ckpt_prune.model.runtimes import RUNTIMES
+from ckpt_prune.runtimes.tokens import split
+from tests.gguf_files.tiny import add_pooling, frame_tokens, proving, save, save_pieces
+from tests.runner.frontiers import run
+
+pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+
+BERT = {"num_hidden_layers": 2, "type_vocab_size": 2, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
+ROBERTA = BERT | {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
+ENCODERS = {
+    "bert": ("bert", AutoModelForMaskedLM, BERT),
+    "bert-tanh": ("bert", AutoModel, BERT | {"hidden_act": "gelu_new"}),
+    "roberta": ("roberta", AutoModel, ROBERTA),
+    "xlm-roberta": ("xlm-roberta", AutoModel, ROBERTA | {"type_vocab_size": 1}),
+    "camembert": ("camembert", AutoModel, ROBERTA),
+    "distilbert": ("distilbert", AutoModel, BERT),
+    "modernbert": (
+        "modernbert",
+        AutoModelForMaskedLM,
+        ROBERTA | {"num_hidden_layers": 4, "local_attention": 16, "initializer_range": 0.4},
+    ),
+    "nomic_bert": ("nomic_bert", AutoModel, ROBERTA),
+    "eurobert": ("eurobert", AutoModel, ROBERTA),
+}
+"""Name → family, class, and what its config.json has."""
+
+
+def save_encoder(folder, name):
+    model_type, auto, changes = ENCODERS[name]
+    save(folder, model_type, auto, **changes)
+    save_pieces(folder) if model_type in ("bert", "distilbert") else frame_tokens(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", list(ENCODERS))
+def test_an_encoder_makes_the_same_hidden_states_and_embeddings(name, tmp_path):
+    folder = save_encoder(tmp_path / "model", name)
+    add_pooling(folder, pooling_mode_cls_token=True, pooling_mode_mean_tokens=False)
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.passed, exported.proof
+    assert exported.proof.allowed == (1e-5 if exported.architecture == "bert" else 1e-9)
+    assert exported.proof.pooling == "cls"
+    ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text)
+    assert pooling_of(tmp_path / "back")[0] == pooling_of(folder)[0]
+    assert validate_gguf(exported.path, str(tmp_path / "back"), proving(folder)).passed
+
+
+def test_what_llama_cpp_pools_otherwise_or_leaves_out_is_said(tmp_path):
+    folder = save_encoder(tmp_path / "model", "bert")
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    assert exported.notes[:3] == (
+        "left out: cls.predictions.bias and 6 more (llama.cpp makes embeddings of the last hidden states, not of a "
+        "head's output)",
+        "no modules.json names a pooling: llama.cpp gives a vector for each token, or pools by --pooling",
+        "llama.cpp approximates GELU by tanh, which is 5e-4 off at most, as much as its table rounds",
+    )
+    add_pooling(folder, pooling_mode=["max", "mean"])
+    assert pooling_of(folder) == (None, ["llama.cpp does not pool by max and mean: it gives a vector for each token"])
+
+
+def test_pruned_heads_and_columns_are_filled_up(tmp_path):
+    """The same weights are rounded by what reaches them, and a file of another model fails."""
+    folder = save_encoder(tmp_path / "model", "bert-tanh")
+    data = ["--text", proving(folder).text[0], "--samples", 4, "--window", 32, "--evaluate-samples", 0]
+    sizes = ["--recipe", "flap-global", "--ratio", 0.3, "--container", "any"]
+    code, output = run("prune", folder, *sizes, *data, "-o", tmp_path / "out")
+    assert code == 0, output
+    exported = export_gguf(str(tmp_path / "out"), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.passed, exported.proof
+    assert any("filled up with zeros" in note for note in exported.notes)
+    code, output = run("quantize", folder, "--format", "gguf", "--type", "q8_0", *data, "-o", tmp_path / "q.gguf")
+    assert code == 0, output
+    assert "matrices are rounded by what reaches them" in output
+    code, output = run("validate", tmp_path / "q.gguf", "--against", tmp_path / "out", *data[:-2])
+    assert code == 1
+    assert "are not the checkpoint's, rounded" in output
+
+
+@pytest.mark.parametrize(
+    ("auto", "changes", "says"),
+    [
+        (AutoModelForTokenClassification, {}, "BertForTokenClassification answers by a head, and GGUF files are"),
+        (AutoModel, {"hidden_act": "relu"}, "'gelu_new' or 'gelu_fast' or 'gelu', and config.json has 'relu'"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(auto, changes, says, tmp_path):
+    folder = save(tmp_path / "model", "bert", auto, **BERT | changes)
+    save_pieces(folder)
+    with pytest.raises(UserError, match=says):
+        export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+
+
+def test_a_size_for_llama_cpp_is_refused(tmp_path):
+    folder = save_encoder(tmp_path / "model", "bert")
+    text = proving(folder).text[0]
+    held_out = tmp_path / "other.txt"
+    held_out.write_text(text.read_text()[::-1])
+    size = ["--target-bytes", "50%", "-o", tmp_path / "out"]
+    code, output = run("frontier", folder, "--text", text, "--held-out", held_out, *size)
+    assert code == 2, output
+    assert "model does not generate text, and files of a size for llama.cpp are chosen by what is lost of" in output
+
+
+@pytest.mark.parametrize("normalizer", [{"lowercase": False}, {"lowercase": True}, {"strip_accents": False}])
+def test_word_pieces_are_split_alike(normalizer, tmp_path):
+    folder = save_encoder(tmp_path / "model", "bert")
+    save_pieces(folder, **normalizer)
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f16", proof=False)
+    texts = ["Hello HELLO hellooo", "été Été ETE", "a[CLS]b [MASK] x", "naïve-naive", "def f(x):\treturn x**2", "你a"]
+    answer = run_llama_cpp(LlamaCppTask(model=str(tmp_path / "m.gguf"), context=16, texts=texts, states=True))
+    tokenizer = load_stored_tokenizer(folder)
+    assert answer.tokens == [split(tokenizer, text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "llama.cpp splits texts into WordPieces as BERT does, and not by"),
+        ({"normalizer": {"type": "BertNormalizer", "clean_text": False}}, "llama.cpp always does what the tokenizer"),
+        ({"post_processor": None}, "llama.cpp puts .CLS. and .SEP. around every text"),
+    ],
+)
+def test_word_pieces_that_llama_cpp_splits_otherwise_are_refused(changes, says, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_pieces(folder)
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    if isinstance(changes.get("normalizer"), dict):
+        changes = {"normalizer": content["normalizer"] | changes["normalizer"]}
+    (folder / "tokenizer.json").write_text(json.dumps(content | changes), encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        read_tokenizer(folder, 256, encodes=True)
+
+
+def test_all_encoders_are_run_and_named_among_runtimes():
+    named = {each.model_type for each in ARCHITECTURES if each.encodes}
+    assert named == {model_type for model_type, *_ in ENCODERS.values()} == {*RUNTIMES["llama.cpp"].encoders}
