@@ -312,6 +312,8 @@ def _check_widths(
         return
     kept = units - 1
     for key in space.config:
+        if family.read_key(parsed, key) is None and space.units in family.derived:
+            continue  # as in GPT-BigCode: the class derives the width unless it is stated
         if not isinstance(family.read_key(parsed, key), int | list):
             raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
         dense, factors = units * product(space.config[key], dimension), [space.units, *space.config[key]]

@@ -331,7 +331,7 @@ FAMILIES = {
     "falcon-groups": ("falcon", {"num_hidden_layers": 2, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "bloom": ("bloom", ALIBI | {"tie_word_embeddings": True}),
     "mpt": ("mpt", ALIBI | {"attn_config": {"clip_qkv": 2.0}}),
-    "gpt_bigcode": ("gpt_bigcode", NARROW | {"tie_word_embeddings": True, "n_inner": 48}),
+    "gpt_bigcode": ("gpt_bigcode", NARROW | {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", NARROW | {"tie_word_embeddings": True, "n_inner": 48}),
 }
 
