@@ -36,8 +36,11 @@ INTERN = {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", 
 AYA = {"patch_size": 4, "img_size": 16, "downsample_factor": 2}
 AYA_MARKS = ("<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL")
 
+GEMMA4 = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2}
+
 READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "gemma3": ("Gemma3", "Gemma3ImageProcessor", {"size": SIDE}, {"image_seq_length": 9}, ("<boi>", "<eoi>", "<img>")),
+    "gemma4": ("Gemma4", "Gemma4ImageProcessor", GEMMA4, {}, ("<boi>", "<eoi>", "<img>", "<sound>", "<boa>", "<eoa>")),
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "qwen3_vl": ("Qwen3VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "llava": ("Llava", "CLIPImageProcessor", CROP, LLAVA, ("<image>",)),
@@ -64,7 +67,10 @@ MARKS = {
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
     "aya_vision": "<image>",
+    "gemma4": "<img>",
 }
+WINDOWS = {"gemma4": 160}
+"""Tokens of a window where those of a conversation with two images do not fit into `WINDOW`."""
 CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "llava": lambda config: {"vision_feature_select_strategy": "default"},
     "llava_next": lambda config: {"image_grid_pinpoints": TILES["image_grid_pinpoints"]},
@@ -81,7 +87,9 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     name, images, settings, own, marks = READERS[model_type]
     tokenizer = tiny_tokenizer("<s> $A")
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
-    named = {"gemma3": dict(zip(("boi_token", "eoi_token", "image_token"), marks, strict=False))}
+    sounds = ("audio_token", "boa_token", "eoa_token")
+    gemma = dict(zip(("boi_token", "eoi_token", "image_token", *sounds), marks, strict=False))
+    named = dict.fromkeys(("gemma3", "gemma4"), gemma)
     named["internvl"] = INTERN | {"video_token": "<video>"}
     kept = {"extra_special_tokens": named[model_type]} if model_type in named else {}
     tokenizer = PreTrainedTokenizerFast(
@@ -91,9 +99,14 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     config = dict(CONFIGS[model_type])
     size = {"vocab_size": len(tokenizer), "max_position_embeddings": 4 * WINDOW}
     config["text_config"] = config["text_config"] | size
-    image = tokenizer.convert_tokens_to_ids(marks[2] if model_type == "gemma3" else marks[0])
+    image = tokenizer.convert_tokens_to_ids(
+        marks[2] if model_type in named and "internvl" not in model_type else marks[0]
+    )
     key = "image_token_index" if model_type.startswith("llava") else "image_token_id"
     config |= {key: image} | CHANGES.get(model_type, lambda _: {})(config)
+    if model_type == "gemma4":
+        config["text_config"]["vocab_size_per_layer_input"] = len(tokenizer)
+        config |= {"video_token_id": 5, "audio_token_id": 6}
     if model_type.startswith("qwen"):
         config["video_token_id"], config["vision_start_token_id"] = image + 1, image + 2
     parsed = AutoConfig.for_model(model_type, **config)

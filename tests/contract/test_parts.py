@@ -105,6 +105,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": PATCHES,
         "image_token_id": IMAGE,
     },
+    "gemma4": {
+        "text_config": TEXT
+        | {
+            **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 5, "num_hidden_layers": 4, "pad_token_id": 0},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 4, "use_bidirectional_attention": "vision"},
+        },
+        "vision_config": {key: EYES[key] for key in EYES if key != "image_size"}
+        | {"intermediate_size": 24, "head_dim": 4, "num_key_value_heads": 2, "pooling_kernel_size": 2},
+    },
     "llava": LLAVA,
     "qwen2_5_vl": {
         "text_config": TEXT | MROPE,

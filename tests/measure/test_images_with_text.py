@@ -12,15 +12,19 @@ from transformers import PreTrainedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.samples.image_files import ImageFiles
+from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
 from ckpt_prune.measure.samples.samples import SampleRange, SpreadSamples, TokenWindows, scored_tokens
+from ckpt_prune.measure.samples.tower_images import TowerImages
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.recorders import HandedAlone, Recorders
 from ckpt_prune.measure.streams.state_memory import allocate_in_memory
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
-from tests.talks import NEEDS, READERS, WINDOW, write_rows, write_talker
+from tests.images import write_image
+from tests.talks import NEEDS, READERS, WINDOW, WINDOWS, write_rows, write_talker
 
 FEW = 6
 
@@ -35,7 +39,8 @@ def open_talker(folder: Path, model_type: str, rows: Path) -> tuple[PreTrainedMo
     model = open_model(str(folder), Opening(part="text"))
     assert model.checkpoint.within is not None
     reader = Reader(model.checkpoint.within.whole, trust=False)
-    samples = pack_windows(reader, rows, samples=FEW, window=WINDOW, seed=0, config=model.config)
+    window = WINDOWS.get(model_type, WINDOW)
+    samples = pack_windows(reader, rows, samples=FEW, window=window, seed=0, config=model.config)
     return whole, model, samples
 
 
@@ -78,12 +83,34 @@ def test_moments_are_those_of_the_whole_model(model_type: str, rows: Path, tmp_p
         read = expected[outer[block]]
         assert isinstance(moments, Moments)
         gram = read.T @ read
-        assert moments.count == len(read) == FEW * WINDOW
-        bound = (1 + block) * FEW * WINDOW * 2**-24 * float(gram.abs().max())
+        assert moments.count == len(read) == FEW * samples.tokens
+        bound = (1 + block) * len(read) * 2**-24 * float(gram.abs().max())
         torch.testing.assert_close(moments.gram.double(), gram, rtol=0, atol=bound)
         if block == 0:
             ((of_text,),) = blind.observe(block, model.read_block(block), {"mlp": True}).values()
             assert (of_text.gram.double() - gram).abs().max() > 100 * bound
+
+
+def test_padding_of_images_is_not_counted(tmp_path: Path) -> None:
+    """Gemma 4's processor fills an image of 256 patches up to 280."""
+    whole, images = write_talker(tmp_path / "gemma4", "gemma4"), [tmp_path / f"{side}.png" for side in (16, 32)]
+    for image in images:
+        write_image(image, 1, (16, int(image.stem)))
+    model = open_model(str(tmp_path / "gemma4"), Opening(part="vision"))
+    samples = TowerImages(ImageFiles(tuple(images)), load_processor(tmp_path / "gemma4"), model)
+    stream = open_stream(model, samples, device=torch.device("cpu"), compute_dtype=torch.float32)
+    ((moments,),) = stream.observe(0, model.read_block(0), {"mlp": True}).values()
+    seen: list[Tensor] = []
+    down: nn.Module = whole.get_submodule("model.vision_tower.encoder.layers.0.mlp.down_proj.linear")
+    down.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    with torch.no_grad():
+        for row in range(2):
+            inputs = samples.batch(slice(row, row + 1))
+            whole.model.vision_tower(**inputs)  # type: ignore[operator, union-attr]
+            seen[-1] = seen[-1][(inputs["pixel_position_ids"] >= 0).all(-1)]
+    read = torch.cat(seen).double()
+    assert moments.count == len(read) < 2 * 280
+    torch.testing.assert_close(moments.gram.double(), read.T @ read, rtol=1e-4, atol=1e-3)
 
 
 def test_losses_count_the_tokens_of_text(rows: Path, tmp_path: Path) -> None:
