@@ -41,6 +41,7 @@ GEMMA4 = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2}
 READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "gemma3": ("Gemma3", "Gemma3ImageProcessor", {"size": SIDE}, {"image_seq_length": 9}, ("<boi>", "<eoi>", "<img>")),
     "gemma4": ("Gemma4", "Gemma4ImageProcessor", GEMMA4, {}, ("<boi>", "<eoi>", "<img>", "<sound>", "<boa>", "<eoa>")),
+    "paligemma": ("PaliGemma", "SiglipImageProcessor", {"size": SIDE, "image_seq_length": 9}, {}, ("<image>",)),
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "qwen3_vl": ("Qwen3VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "llava": ("Llava", "CLIPImageProcessor", CROP, LLAVA, ("<image>",)),
@@ -115,7 +116,8 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     with quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE.format(mark=MARKS.get(model_type, marks[0])))
+    if model_type != "paligemma":
+        (folder / "chat_template.jinja").write_text(TEMPLATE.format(mark=MARKS.get(model_type, marks[0])))
     pixels = {"image_processor_type": images, **settings}
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": f"{name}Processor", **own}))

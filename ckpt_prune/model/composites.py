@@ -54,9 +54,10 @@ class Part(StrictModel):
         described: the description of its family, if no `model_type` is that of the part alone.
         auto: Auto class of the stock class that it is read as.
         modules: module of the whole → module of the stock class; "" for all of it.
-        drops: config key → keys inside it that the stock class must not see.
+        drops: config key → keys inside it that the stock class must not see; none for the key itself.
         keeps: spaces that stay whole, each with the reason.
         note: what a user must know of its calibration.
+        alone: why it cannot be calibrated on text alone; None if it can.
         stack: of several stacks of blocks, of an encoder-decoder or of a model of images in stages, which of them it
             is; its class is that of the whole then.
     """
@@ -69,6 +70,7 @@ class Part(StrictModel):
     drops: dict[str, list[str]] = Field(default_factory=dict)
     keeps: dict[SpaceName, str] = Field(default_factory=dict)
     note: str
+    alone: str | None = None
     stack: PartName | None = None
 
     def outer_name(self, inner: str) -> str:
@@ -208,8 +210,16 @@ def all_parts(config: Mapping[str, Any]) -> tuple[PartName, ...]:
 
 
 def text_part(config: Mapping[str, Any]) -> PartName | None:
-    """Return the part of a composite that may generate text; None if the model is no composite, or has no such part."""
-    return "text" if is_composite(config) and "text" in all_parts(config) else None
+    """Return the part of a composite that may generate text; None if the model is no composite, or has no such part.
+
+    UserError if it does not run by itself.
+    """
+    if not is_composite(config) or "text" not in all_parts(config):
+        return None
+    part = load_composite(config).parts.get("text")
+    if part is not None and part.alone is not None:
+        raise UserError(f"the text part of {config['model_type']} does not run by itself: {part.alone}")
+    return "text"
 
 
 def asked_parts(config: Mapping[str, Any], part: str | None) -> tuple[str | None, ...]:
@@ -416,7 +426,9 @@ def _part_config(part: Part, config: "PreTrainedConfig") -> dict[str, Any]:
     if part.auto == "AutoModelForCausalLM":
         values["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
     for key, dropped in part.drops.items():
-        if isinstance(values.get(key), dict):
+        if not dropped:
+            values.pop(key, None)
+        elif isinstance(values.get(key), dict):
             values[key] = {inner: value for inner, value in values[key].items() if inner not in dropped}
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 

@@ -75,6 +75,30 @@ def test_what_cannot_be_read_is_refused(qwen: Path) -> None:
     )
 
 
+def test_questions_with_answers(place: Path) -> None:
+    """PaliGemma's tokens of a question attend to each other: each row is a window, and text alone is refused."""
+    write_rows(place)
+    write_talker(place / "pali", "paligemma")
+    Path("t.txt").write_text("a cat and a dog")
+    prune = ("prune", "pali", *RIDGE, "--set", "spaces.heads.optional=true")
+    assert read_refusal(*prune, "--text", "t.txt", "-o", "out") == (
+        "pali: its prompts attend to later tokens as well, which a model of text alone does not do: give --data FILE, "
+        "rows of images with their text, in place of --text"
+    )
+    assert read_refusal("export", "pali", "--format", "gguf", "-o", "out.gguf") == (
+        "the text part of paligemma does not run by itself: its prompts attend to later tokens as well, which a model "
+        "of text alone does not do"
+    )
+    ok(*prune, "--data", "rows.jsonl", "--samples", "6", "-o", "out")
+    assert read_json("out/ckpt_prune.json")["calibration"]["windows"] == "6 of rows.jsonl with 10 images"
+    assert "FAILED" not in ok("verify", "out", "--against", "pali")
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace('"bot"', '"user"'))
+    assert read_refusal(*prune, "--data", "rows.jsonl", "-o", "out2").endswith(
+        "this model answers one question: a row has a user's message with an image, and one with the answer "
+        '({"role": "assistant", "content": "…"})'
+    )
+
+
 TOWER = ("--vision-recipe", "corp-mlp", "--vision-ratio", "0.5")
 ALL = ("prune", "llava", "--part", "all", *RIDGE[2:], *TOWER, *DATA)
 

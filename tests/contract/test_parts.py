@@ -116,6 +116,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         | {"intermediate_size": 24, "head_dim": 4, "num_key_value_heads": 2, "pooling_kernel_size": 2},
     },
     "llava": LLAVA,
+    "paligemma": {
+        "text_config": TEXT | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 9, "pad_token_id": 0},
+        "vision_config": EYES
+        | {"model_type": "siglip_vision_model", "intermediate_size": 24, "vision_use_head": False},
+        "projection_dim": 16,
+        "image_token_id": IMAGE,
+    },
     "qwen2_5_vl": {
         "text_config": TEXT | MROPE,
         "vision_config": QWEN_EYES
@@ -267,6 +274,8 @@ CASES = [
     PartCase("clip", "vision", MLP),
     PartCase("metaclip_2", "vision", MLP),
     PartCase("gemma3", "text", (("heads", 0.5), *MLP)),
+    PartCase("gemma4", "text", MLP),
+    PartCase("paligemma", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),
     PartCase("qwen2_5_vl", "text", MLP),
@@ -285,7 +294,7 @@ CASES = [
     PartCase("depth_anything", "backbone", (("heads", 0.5), ("mlp", 0.5))),
     PartCase("upernet", "backbone", (("mlp", 0.5),)),
 ]
-NO_IMAGES = ("aya_vision", "idefics3", "internvl", "llava_next", "mistral3", "smolvlm")
+NO_IMAGES = ("aya_vision", "gemma4", "idefics3", "internvl", "llava_next", "mistral3", "smolvlm")
 """Composites that are run on text alone here: their own classes cut images, or want sizes with them."""
 
 
@@ -353,7 +362,7 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
     # What is not in the part's blocks is what it was, byte for byte.
     written, consumers = read_tensors(out), model.family.linears
     assert written.keys() == dense_bytes.keys()
-    inside = {model.checkpoint.within.names[name] for b in range(BLOCKS) for name in model.block_names(b)}  # type: ignore[union-attr]
+    inside = {model.checkpoint.within.names[name] for b in range(model.blocks) for name in model.block_names(b)}  # type: ignore[union-attr]
     for name, tensor in written.items():
         if name not in inside or not any(f".{module}." in name for module in consumers):
             assert torch.equal(tensor, dense_bytes[name]), name

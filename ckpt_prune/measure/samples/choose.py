@@ -81,6 +81,10 @@ def check_kind(model: Model, options: SampleOptions) -> str:
         if modality == "audio" or model.checkpoint.within is None:
             raise UserError(f"--data is for --part of a vision language model, which {folder} is not opened as")
         return "--data FILE"
+    within = model.checkpoint.within
+    alone = None if within is None else load_composite(within.whole.config).part(within.part).alone
+    if alone is not None:
+        raise UserError(f"{folder}: {alone}: give --data FILE, rows of images with their text, in place of --text")
     if any(given.values()) if modality == "text" else not given[modality]:
         raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
     return needed
@@ -180,7 +184,8 @@ def _choose_talks(
         reader, options.talks, samples=requested, window=window, seed=seed, skip=skip, config=model.config
     )
     if len(windows) < requested and (most is None or _should_tell(options, skip)):
-        say(_all_used(f"{options.talks} has {plural(len(windows), 'window')} of {window} tokens", skip, requested))
+        count = plural(len(windows), "window")
+        say(_all_used(f"{options.talks} has {count} of {windows.tokens} tokens", skip, requested))
     return windows
 
 

@@ -1,9 +1,11 @@
 """Conversations with images, as a vision language model is called with them, in windows of equal length."""
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ckpt_prune.checkpoint.files import Stamp, read_unchanged
 from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
@@ -50,7 +53,7 @@ class _Written:
     Attributes:
         text: by the chat template, with a mark for each image.
         tokens: what the processor makes of it that has one number a token: name → (T,).
-        needed: tokens up to the last of an image; 0 without images.
+        needed: tokens up to the last of an image, or the first of an answer; 0 without images.
     """
 
     text: str
@@ -128,9 +131,11 @@ class Reader:
         except Exception as error:  # transformers raises anything here
             raise UserError(f"{folder}: its processor of images with text does not load: {one_line(error)}") from error
         self.tokenizer = tokenizer
+        self.asks = "suffix" in signature(self.processor.__call__).parameters
+        """Whether a row is a question, all of whose tokens attend to each other, and its answer (PaliGemma)."""
         template = self.processor.chat_template or tokenizer.chat_template
         self._template = str((template.get("default") if isinstance(template, dict) else template) or "")
-        if not self._template:
+        if not self._template and not self.asks:
             raise UserError(
                 f"{folder} has no chat template: put the chat_template.jinja of the model's chat version into it"
             )
@@ -146,9 +151,13 @@ class Reader:
         if not images:
             kept = [[part for part in message["content"] if part["type"] == "text"] for message in messages]
             messages = [message | {"content": own} for message, own in zip(messages, kept, strict=True) if own]
-        text = write_messages(talk.where, messages, self.tokenizer, self._template)
         files = talk.images if images else ()
-        inputs = self.call(text, files, {}, talk.where)
+        if self.asks:
+            text, answer = _read_question(talk, self.processor.image_token)
+            inputs = self.call(text, files, {}, talk.where, suffix=[answer])
+        else:
+            text = write_messages(talk.where, messages, self.tokenizer, self._template)
+            inputs = self.call(text, files, {}, talk.where)
         shape = inputs["input_ids"].shape
         tokens = {name: values[0] for name, values in inputs.items() if values.shape == shape}
         ids = tokens["input_ids"]
@@ -156,10 +165,13 @@ class Reader:
         if (len(places) and not files) or not len(ids):
             content = "a token that stands for an image" if len(ids) else "no token"
             raise UserError(f"{talk.where}: its text holds {content}")
+        places = tokens["token_type_ids"].nonzero()[:1] if self.asks else places
         return _Written(text, files, tokens, int(places[-1]) + 1 if len(places) else 0)
 
-    def call(self, text: str, images: Sequence[Path], stamps: dict[Path, Stamp], where: str) -> dict[str, Tensor]:
-        """Return what the processor makes of a text with images, as the model takes it."""
+    def call(
+        self, text: str, images: Sequence[Path], stamps: dict[Path, Stamp], where: str, **more: list[str]
+    ) -> dict[str, Tensor]:
+        """Return what the processor makes of a text with images, as the model takes it; `more` are its arguments."""
         decoded = []
         for path in images:
             try:
@@ -170,17 +182,30 @@ class Reader:
                 raise UserError(f"{path} does not decode: {describe_error(error)}") from error
         bos = self.tokenizer.bos_token
         try:  # as transformers calls it: a template may have written the token that opens a text
-            outputs = self.processor(
-                text=[text],
-                images=[decoded] if decoded else None,
-                return_tensors="pt",
-                add_special_tokens=not (bos and text.startswith(bos)),
-                padding=False,
-                truncation=False,
-            )
+            with warnings.catch_warnings(action="ignore"):  # of numpy's next versions
+                outputs = self.processor(
+                    text=[text],
+                    images=[decoded] if decoded else None,
+                    return_tensors="pt",
+                    add_special_tokens=not (bos and text.startswith(bos)),
+                    padding=False,
+                    truncation=False,
+                    **more,
+                )
         except Exception as error:  # whatever a processor raises
             raise UserError(f"{where}: the model's processor does not take it: {one_line(error)}") from error
         return {name: values for name, values in outputs.items() if name not in ("attention_mask", "labels")}
+
+
+def _read_question(talk: Talk, mark: str) -> tuple[str, str]:
+    """Return a user's message with a mark for each image before its text, and the answer."""
+    texts = ["".join(part.get("text", "") for part in message["content"]) for message in talk.messages]
+    if [message["role"] == "user" for message in talk.messages] != [True, False] or not talk.images or not texts[1]:
+        raise UserError(
+            f"{talk.where}: this model answers one question: a row has a user's message with an image, and one with "
+            'the answer ({"role": "assistant", "content": "…"})'
+        )
+    return mark * len(talk.images) + texts[0], texts[1]
 
 
 def _without_missing(stock: Any) -> Any:
@@ -200,15 +225,21 @@ class ImageTextWindows(ScoredWindows):
     text of rows without their images fills the window. Images are read anew whenever they are asked for.
 
     Attributes:
-        scored: tokens of text.
+        scored: tokens of text, of a question with its answer those of the answer.
         rows: of each window, those that have images in it, in turn.
         tokens_of: further numbers of tokens that the model is passed, (N, T) each.
+        lengths: tokens of each window before padding, which is behind all that attend to others; None if there is none.
     """
 
     reader: Any = None
     rows: tuple[tuple[_Written, ...], ...] = ()
     tokens_of: dict[str, Tensor] = field(default_factory=dict)
     stamps: dict[Path, Stamp] = field(default_factory=dict)
+    lengths: Tensor | None = None
+
+    def counted(self, rows: slice) -> Tensor | None:
+        """Return which tokens of the hidden states are no padding, (B, T) bool; None for all."""
+        return None if self.lengths is None else torch.arange(self.tokens) < self.lengths[rows, None]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -256,7 +287,8 @@ def pack_windows(
         talks = [talks[place] for place in order]
     count = None if samples is None else skip + samples
     packed: list[tuple[dict[str, Tensor], tuple[_Written, ...]]] = []
-    for made in track(_pack(reader, talks, window), "images with text", unit="window", total=count):
+    pack = _take_questions if reader.asks else _pack
+    for made in track(pack(reader, talks, window), "images with text", unit="window", total=count):
         packed.append(made)
         if len(packed) == count:
             break
@@ -268,13 +300,38 @@ def pack_windows(
     if skip >= len(packed):
         raise NoneLeftError(f"{file} has {len(packed)} windows, and {skip} of them are taken; give more rows")
     packed = packed[skip:]
-    tokens = {name: torch.stack([own[name] for own, _ in packed]) for name in packed[0][0]}
+    lengths = torch.tensor([len(own["input_ids"]) for own, _ in packed])
+    tokens = {name: pad_sequence([own[name] for own, _ in packed], batch_first=True) for name in packed[0][0]}
     windows = tokens.pop("input_ids")
     check_vocabulary(windows, config)
     scored = torch.isin(windows, torch.tensor(sorted(reader.image_tokens)), invert=True)
+    if reader.asks:
+        padding = torch.arange(windows.shape[1]) >= lengths[:, None]
+        scored = (tokens["token_type_ids"] == 1) & ~padding
+        tokens["token_type_ids"] = tokens["token_type_ids"] | padding.long()  # of no question
     images = sum(len(written.images) for _, own in packed for written in own)
     origin = f"{len(windows)} of {file.name} with {plural(images, 'image')}"
-    return ImageTextWindows(windows, origin, scored, reader, tuple(own for _, own in packed), tokens)
+    rows = tuple(own for _, own in packed)
+    return ImageTextWindows(windows, origin, scored, reader, rows, tokens, lengths=lengths if reader.asks else None)
+
+
+def _take_questions(
+    reader: Reader, talks: Sequence[Talk], window: int
+) -> Iterator[tuple[dict[str, Tensor], tuple[_Written, ...]]]:
+    """Yield rows one by one as `_pack` yields windows: a question's tokens attend to no others."""
+    for talk in (talk for talk in talks if talk.images):
+        written = reader.write(talk)
+        _check_length(talk, written, window, "question")
+        yield {name: own[:window] for name, own in written.tokens.items()}, (written,)
+
+
+def _check_length(talk: Talk, written: _Written, window: int, last: str = "last image") -> None:
+    """Refuse a row whose images, or whose question, do not fit into a window."""
+    if written.needed > window:
+        raise UserError(
+            f"{talk.where}: it takes {written.needed} tokens up to the end of its {last}, and a "
+            f"window has {window}: say a longer --window, or leave the row out"
+        )
 
 
 def _pack(
@@ -286,11 +343,7 @@ def _pack(
         parts, rows, length = list[_Written](), list[_Written](), 0
         while length < window and place < len(talks):
             written = reader.write(talks[place])
-            if written.needed > window:
-                raise UserError(
-                    f"{talks[place].where}: it takes {written.needed} tokens up to the end of its last image, and a "
-                    f"window has {window}: say a longer --window, or leave the row out"
-                )
+            _check_length(talks[place], written, window)
             if length + written.needed > window:
                 break  # it opens the next window
             place += 1

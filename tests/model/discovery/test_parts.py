@@ -1,4 +1,4 @@
-"""Text parts of models that are made of several, found in their stock classes."""
+"""Text parts and towers of models that are made of several, found in their stock classes."""
 
 import warnings
 
@@ -34,6 +34,20 @@ def test_the_text_part_that_is_described_is_found(model_type):
 )
 def test_modules_of_a_text_part_are_found_by_their_classes(model_type, modules):
     assert found(model_type).parts["text"].modules == modules
+
+
+@pytest.mark.parametrize(
+    ("model_type", "module"),
+    [("gemma3", "model.vision_tower"), ("idefics2", "model.vision_model"), ("qwen3_vl", "model.visual")],
+)
+def test_towers_are_found_by_their_configs(model_type, module):
+    assert found(model_type).parts["vision"].modules == {module: ""}
+
+
+def test_what_has_no_tower_says_so():
+    values = CONFIG_MAPPING["gemma4_unified"]().to_dict() | {"vision_config": {"patch_size": 4}}
+    parts = Composite.model_validate(find_composite(values))
+    assert parts.refused == {"vision": "it has no tower: what it makes of images goes into its text part at once"}
 
 
 def test_models_without_a_text_part_of_their_own_are_refused():
