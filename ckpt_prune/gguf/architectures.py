@@ -707,7 +707,7 @@ ARCHITECTURES = (
                  only={"hidden_act": TANH_GELU}, epsilon="layer_norm_epsilon"),
     Architecture("command-r", "cohere", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
                  values={"logit_scale": "logit_scale"}, absent={"logit_scale": 1.0}, epsilon="layer_norm_epsilon"),
-    Architecture("ernie4_5", "ernie4_5", only=_SILU, biases=_NONE),
+    Architecture("ernie4_5", "ernie4_5", only=_SILU | {"use_bias": (False,)}, biases=_NONE),
     Architecture("stablelm", "stablelm", only=_SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
                  biases=_INPUTS | frozenset(NORMS) | {"model.norm"}, epsilon="layer_norm_epsilon",
                  constants={"use_parallel_residual": False}, partial=True),
@@ -834,8 +834,8 @@ ARCHITECTURES = (
     Architecture("granite_swa", "granite_swa", LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True,
                  only=_SILU, table=True, absent=_GRANITE_ABSENT, values=_GRANITE, window="some",
                  bases="layer_rope_theta"),
-    Architecture("llama", "iquestcoder", neighbours=True, only=_SILU),
-    Architecture("llama", "internlm3", neighbours=True, only=_SILU),
+    *(Architecture("llama", each, neighbours=True, only=_SILU)
+      for each in ("iquestcoder", "internlm3", "emu3_text_model")),
     Architecture("jais2", "jais2", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
                  only={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
                  epsilon="layer_norm_epsilon"),
@@ -915,7 +915,7 @@ ARCHITECTURES = (
                           "mlp.down_proj": ("scale_depth/1.4",), "lm_head": ("dim_model_base/256",)}),
     Architecture("llama", "helium", only=_SILU, whole="heads"),
     *(Architecture("granite_swa", each, LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True, only=_SILU,
-                   biases=_NONE, table=True, window="some", constants={"logit_scale": 1.0}, unsunk=True)
+                   table=True, window="some", constants={"logit_scale": 1.0}, unsunk=True)
       for each in ("cwm", "ministral")),
     *(Architecture(name, each, NORMS | LATENT | GATED | _ROUTED | _INDEXER, latent="apart", leading=_LEADING,
                    biases=frozenset({"self_attn.indexer.k_norm"}), only=_SILU | {"norm_topk_prob": (True,)},
@@ -960,7 +960,7 @@ ARCHITECTURES = (
                  halves={"mlp.experts.fc1.weight": ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")}),
     Architecture("glm4", "hyperclovax", NORMS | {"post_norm1": "post_attention_norm", "post_norm2": "post_ffw_norm"} |
                  ATTENTION | _JOINED, neighbours=True, joined=True,
-                 only=_SILU | {"use_post_norm": (True,)}, biases=_INPUTS, factors={
+                 only=_SILU | {"use_post_norm": (True,), "mlp_bias": (False,)}, biases=_INPUTS, factors={
                  "model.embed_tokens": ("embedding_multiplier",), "lm_head": ("logits_scaling",),
                  QUERY: ("attention_multiplier/scale",), "post_norm1": ("residual_multiplier",),
                  "post_norm2": ("residual_multiplier",)}),

@@ -573,20 +573,35 @@ def test_parts_of_models_whose_positions_are_of_images_too_keep_them(model_type,
     assert model_type.startswith(read)
 
 
-def test_of_a_llama_4_with_its_tower_the_text_part_is_run(tmp_path):
-    """Transformers 5.24 cannot put together what the whole returns."""
-    sees = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    sees |= {"image_size": 8, "patch_size": 4, "vision_output_dim": 16} | dict.fromkeys(
-        ("projector_input_dim", "projector_output_dim"), 16
-    )
-    parts = {"text_config": SIZES | LLAMA_4, "vision_config": sees, "tie_word_embeddings": False}
-    folder = save(tmp_path / "model", "llama4", AutoModelForImageTextToText, **parts)
+SEES = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8}
+SEES |= dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16) | {"patch_size": 4}
+DRAWS = {"codebook_size": 16, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1], "hidden_size": 32}
+DRAWS |= {"num_res_blocks": 1, "attn_resolutions": []}
+TOWERS = {
+    "llama4": ("llama4", {"text_config": SIZES | LLAMA_4, "vision_config": SEES}),
+    "emu3": (
+        "llama",
+        {
+            "text_config": SIZES | FEW | {"pad_token_id": 2},
+            "vq_config": DRAWS,
+            "vocabulary_map": {"<image>": 5},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_text_parts_of_classes_of_their_own_compute_what_the_whole_does(model_type, tmp_path):
+    """Of a Llama 4 the part is run: transformers 5.24 cannot put together what the whole returns."""
+    architecture, parts = TOWERS[model_type]
+    folder = save(tmp_path / "model", model_type, AutoModelForImageTextToText, **parts, tie_word_embeddings=False)
     exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
-    assert exported.architecture == "llama4"
+    assert exported.architecture == architecture
     assert exported.proof.kl < 1e-5
 
 
 def test_all_architectures_are_run():
     assert {architecture.model_type for architecture in ARCHITECTURES if not architecture.encodes} == {
-        model_type for model_type, _ in FAMILIES.values()
+        *(model_type for model_type, _ in FAMILIES.values()),
+        "emu3_text_model",
     }
