@@ -364,13 +364,13 @@ def _name_axes(value: onnx_ir.Value, names: dict[int, str]) -> None:
 def _name_weights(graph: onnx_ir.Graph, model: Any) -> None:
     """Name weights that the exporter transposed and numbered after their parameters, `NAME.T`, for messages."""
     transposed = {
-        _fingerprint(parameter.detach().T): f"{name}.T"
+        _fingerprint(parameter.detach().mT): f"{name}.T"
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 2
+        if parameter.ndim in (2, 3)
     }
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or len(tensor.shape) != 2 or not name.startswith("val_"):
+        if tensor is None or len(tensor.shape) not in (2, 3) or not name.startswith(("val_", "transpose")):
             continue
         parameter = transposed.get(_fingerprint(torch.from_numpy(tensor.numpy())))
         if parameter is not None and parameter not in graph.initializers:
@@ -401,8 +401,8 @@ def _share_tied_weights(graph: onnx_ir.Graph) -> None:
 
 def _fingerprint(matrix: torch.Tensor) -> tuple[Any, ...]:
     """Shape and some elements of a weight, which tell it from the others."""
-    rows, columns = (max(1, size // 8) for size in matrix.shape)
-    return (*matrix.shape, *matrix[::rows, ::columns].flatten().tolist())
+    rows, columns = (max(1, size // 8) for size in matrix.shape[-2:])
+    return (*matrix.shape, *matrix[..., ::rows, ::columns].flatten().tolist())
 
 
 def _drop_metadata(graph: onnx_ir.Model) -> None:

@@ -48,7 +48,7 @@ from ckpt_prune.onnx.quantization.measuring import Feed, Pool, Probe, measure_gr
 from ckpt_prune.onnx.quantization.weights import (
     DOMAIN,
     GraphWeight,
-    copy_with_split_gemms,
+    copy_with_products,
     find_weights,
     store_in_blocks,
     store_untransposed,
@@ -168,7 +168,7 @@ def check_block_size(model: onnx_ir.Model, settings: GraphSettings) -> None:
     """Refuse a block size that was asked for and does not divide the inputs of a weight."""
     if settings.block_size is None:
         return
-    for weight in find_weights(copy_with_split_gemms(model).graph):
+    for weight in find_weights(copy_with_products(model).graph):
         width = weight.shape[0]
         if width % settings.block_size:
             raise UserError(
@@ -332,7 +332,7 @@ class Decider:
 
     def __init__(self, model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
         self._model, self.scheme, self._measuring, self._scratch = model, scheme, measuring, scratch
-        self._weights = {weight.name: weight for weight in find_weights(copy_with_split_gemms(model).graph)}
+        self._weights = {weight.name: weight for weight in find_weights(copy_with_products(model).graph)}
         self._grams: dict[str, tuple[Tensor, int]] = {}
         if scheme.rounding == "gptq" and measuring is not None:
             self._grams = measure_grams(model, measuring.calibration, scratch)
@@ -660,7 +660,7 @@ def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None,
         measuring: its calibration gives the ranges of a static scheme.
         scratch: folder for copies of the graph meanwhile.
     """
-    copy, scheme = copy_with_split_gemms(model), decision.scheme
+    copy, scheme = copy_with_products(model), decision.scheme
     graph = copy.graph
     nodes: list[str] = []
     for weight in find_weights(graph):

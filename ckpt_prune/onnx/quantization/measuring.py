@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.onnx.quantization.weights import GraphWeight, copy_with_split_gemms, find_weights
+from ckpt_prune.onnx.quantization.weights import GraphWeight, copy_with_products, find_weights
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
@@ -23,6 +23,8 @@ Pool = Callable[[Tensor], Tensor]
 PREFIX = ".ckpt-prune-"
 """Begins the names of temporary folders. They are hidden, so that a folder of graphs does not count them as its
 files."""
+_MOST_GRAMS = 2 << 30
+"""Bytes of the Grams of all experts: those of more are not measured."""
 _FLOAT = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
 
 
@@ -56,7 +58,7 @@ class Probe:
         inputs: bool = False,
         threads: int | None = None,
     ) -> None:
-        copy = copy_with_split_gemms(model)
+        copy = copy_with_products(model)
         self.weights = {weight.name: weight for weight in find_weights(copy.graph)}
         self._plain: dict[str, Array] = {}
         self._flags: dict[str, str] = {}
@@ -154,17 +156,22 @@ def measure_grams(
 ) -> dict[str, tuple[Tensor, int]]:
     """Weight → the sum over all tokens of x xᵀ, (K, K) float32, x being what it is multiplied with, and their number.
 
-    Weights that nothing or several things are multiplied with, and tables, are left out.
+    Weights that nothing or several things are multiplied with, and tables, are left out, and so are experts that no
+    token is sent to, or all experts if their Grams take more than 2 GiB.
 
     Args:
         model: in float32; not changed.
         feeds: batches of inputs, without padding.
         scratch: folder for a copy of the graph meanwhile.
     """
-    copy = copy_with_split_gemms(model)
+    copy = copy_with_products(model)
     inputs: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for weight in find_weights(copy.graph):
+    weights = find_weights(copy.graph)
+    of_experts = sum(4 * weight.shape[0] ** 2 for weight in weights if weight.is_of_expert)
+    for weight in weights:
+        if weight.is_of_expert and of_experts > _MOST_GRAMS:
+            continue
         read = {str(node.inputs[0].name): node.inputs[0] for node in weight.products if node.inputs[0] is not None}
         if len(read) == 1 and not weight.lookups:
             ((inputs[weight.name], value),) = read.items()
@@ -182,7 +189,7 @@ def measure_grams(
             x = torch.from_numpy(array).flatten(0, -2)
             sums[name] = sums[name].addmm_(x.T, x) if name in sums else x.T @ x
             counts[name] += len(x)
-    return {weight: (sums[name], counts[name]) for weight, name in inputs.items()}
+    return {weight: (sums[name], counts[name]) for weight, name in inputs.items() if counts[name]}
 
 
 def _load_session(model: onnx_ir.Model, scratch: Path, threads: int | None) -> Any:

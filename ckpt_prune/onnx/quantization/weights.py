@@ -16,6 +16,8 @@ FEWEST = 256
 """Elements of the smallest weight that is worth it: scales and zeros take room too."""
 DOMAIN = "com.microsoft"
 """onnxruntime's own operators."""
+_EXPERT = "expert"
+"""Marks the matrix of an expert."""
 _REACH = 4
 """Operators behind a product that tell its role: those of keys, values and queries differ within so many."""
 
@@ -41,6 +43,11 @@ class GraphWeight:
     @property
     def name(self) -> str:
         return self.value.name or ""
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether it is one expert's: its inputs are those of the tokens that a router sends there."""
+        return _EXPERT in self.value.meta
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -114,9 +121,14 @@ def _is_product(use: Any) -> bool:
     return use.node.op_type == "MatMul" and use.idx == 1 and not use.node.domain
 
 
-def copy_with_split_gemms(model: onnx_ir.Model) -> onnx_ir.Model:
-    """Return a copy with each Gemm by a weight as MatMul and Add, which can be stored in blocks."""
+def copy_with_products(model: onnx_ir.Model) -> onnx_ir.Model:
+    """Return a copy whose products by weights are MatMuls by matrices, which can be stored in few bits.
+
+    A Gemm becomes MatMul and Add, and a tensor of all experts of a block one matrix for each of them.
+    """
     copy = model.clone()
+    for value in list(copy.graph.initializers.values()):
+        _split_experts(copy.graph, value)
     for node in list(copy.graph):
         weight = node.inputs[1] if node.op_type == "Gemm" and not node.domain else None
         attributes = node.attributes
@@ -128,6 +140,36 @@ def copy_with_split_gemms(model: onnx_ir.Model) -> onnx_ir.Model:
         ):
             _split_gemm(copy.graph, node)
     return copy
+
+
+def _split_experts(graph: onnx_ir.Graph, value: onnx_ir.Value) -> None:
+    """Put matrices in the place of a tensor (experts, K, N) that is only taken apart: split, squeezed, multiplied with.
+
+    Each keeps the memory of its part of the tensor.
+    """
+    tensor = value.const_value
+    if tensor is None or len(tensor.shape) != 3 or not tensor.dtype.is_floating_point():
+        return
+    splits = [use.node for use in value.uses()]
+    parts = [part for node in splits for part in node.outputs]
+    squeezes = [use.node for part in parts for use in part.uses()]
+    if not splits or any(
+        node.op_type != "Split" or node.attributes.get_int("axis", 0) or len(node.outputs) != tensor.shape[0]
+        for node in splits
+    ):
+        return
+    if any(node.op_type != "Squeeze" for node in squeezes):
+        return
+    array = tensor.numpy()
+    for node in splits:
+        for number, part in enumerate(node.outputs):
+            matrix = _add_initializer(graph, f"{value.name}.{number}", array[number])
+            matrix.meta[_EXPERT] = True
+            for use in list(part.uses()):
+                use.node.outputs[0].replace_all_uses_with(matrix)
+    _remove(graph, squeezes)
+    _remove(graph, splits)
+    del graph.initializers[value.name or ""]
 
 
 def _split_gemm(graph: onnx_ir.Graph, node: onnx_ir.Node) -> None:

@@ -13,9 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_duration
+from ckpt_prune.onnx.quantization import measuring
 from ckpt_prune.onnx.quantization.deciding import Decider, Measuring, Scheme, decide, store
 from ckpt_prune.onnx.quantization.measuring import Probe, measure_grams
-from ckpt_prune.onnx.quantization.weights import copy_with_split_gemms, find_weights
+from ckpt_prune.onnx.quantization.weights import copy_with_products, find_weights
 from ckpt_prune.onnx.writing import count_written_bytes, write_graph
 
 WIDTH, VOCABULARY = 40, 48
@@ -68,6 +69,44 @@ MEASURING = Measuring(FEEDS[:1], FEEDS, ("logits",), classes=True, what="random 
 NAMES = {"table", "w", "g", "h"}
 
 
+EXPERTS = 3
+
+
+def mixture() -> onnx_ir.Model:
+    """Each expert reads the embedding's rows that one token in three has; the last reads none. All stand in a tensor."""
+    arrays = {
+        "table": RNG.standard_normal((VOCABULARY, WIDTH), dtype=np.float32),
+        "experts": RNG.standard_normal((EXPERTS, WIDTH, VOCABULARY), dtype=np.float32) / 6,
+        "flat": np.array([-1, WIDTH]),
+        "first": np.array([0]),
+        **{
+            f"sent{e}": np.arange(e, 12, EXPERTS) if e + 1 < EXPERTS else np.array([], np.int64) for e in range(EXPERTS)
+        },
+    }
+    parts = [f"part{e}" for e in range(EXPERTS)]
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x3"], "look"),
+        helper.make_node("Reshape", ["x3", "flat"], ["x"], "flatten"),
+        helper.make_node("Split", ["experts"], parts, "split", axis=0, num_outputs=EXPERTS),
+    ]
+    for e, part in enumerate(parts):
+        nodes += [
+            helper.make_node("Squeeze", [part, "first"], [f"w{e}"], f"squeeze{e}"),
+            helper.make_node("Gather", ["x", f"sent{e}"], [f"x{e}"], f"send{e}"),
+            helper.make_node("MatMul", [f"x{e}", f"w{e}"], [f"y{e}"], f"product{e}"),
+        ]
+    nodes.append(helper.make_node("Concat", [f"y{e}" for e in range(EXPERTS)], ["logits"], "join", axis=0))
+    graph_proto = helper.make_graph(
+        nodes,
+        "mixture",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "tokens"])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["positions", VOCABULARY])],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    model = helper.make_model(graph_proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return onnx_ir.from_proto(onnx.shape_inference.infer_shapes(model))
+
+
 def scheme(kind="blocks", bits=4, allowed=100.0, rounding="nearest") -> Scheme:
     return Scheme(kind, bits, 16, symmetric=False, accuracy=0, rounding=rounding, allowed=allowed)
 
@@ -92,7 +131,7 @@ def operators(model: onnx_ir.Model) -> list[str]:
 
 
 def test_weights_are_those_that_nothing_else_is_done_with():
-    copy = copy_with_split_gemms(MODEL)
+    copy = copy_with_products(MODEL)
     weights = {weight.name: weight for weight in find_weights(copy.graph)}
     assert set(weights) == NAMES  # `both` is summed too, `small` is not worth it
     assert weights["table"].shape == (WIDTH, VOCABULARY)
@@ -101,9 +140,33 @@ def test_weights_are_those_that_nothing_else_is_done_with():
 
 
 def test_gemms_are_split_without_a_difference():
-    copy = copy_with_split_gemms(MODEL)
+    copy = copy_with_products(MODEL)
     assert "Gemm" not in operators(copy)
     assert np.allclose(run(copy), run(MODEL), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("blocks", "nearest"), ("blocks", "gptq"), ("dynamic", "nearest")])
+def test_experts_are_rounded_one_by_one(tmp_path, monkeypatch, kind, rounding):
+    """All in one tensor they stayed in float32. One that no token was sent to has no Gram, and runs on no rows."""
+    model = mixture()
+    names = {f"experts.{e}" for e in range(EXPERTS)}
+    decision = decide(model, scheme(kind, 4 if kind == "blocks" else 8, rounding=rounding), MEASURING, tmp_path)
+    assert decision.blocks.keys() | decision.int8 == names | {"table"}
+    stored = store(model, decision, MEASURING, tmp_path)
+    if kind == "blocks":
+        array = model.graph.initializers["experts"].const_value.numpy()
+        for e in range(EXPERTS):
+            assert np.abs(decision.blocks[f"experts.{e}"].to_matrix() - array[e]).max() < 0.2
+    x = model.graph.initializers["table"].const_value.numpy()
+    assert np.abs(run(stored) - run(model)).max() < 0.1 * np.abs(x).max()
+    assert not any(
+        len(v.const_value.shape) == 3 and v.const_value.dtype == onnx_ir.DataType.FLOAT
+        for v in stored.graph.initializers.values()
+    )
+    grams = measure_grams(model, FEEDS, tmp_path)
+    assert grams.keys() == names - {f"experts.{EXPERTS - 1}"}
+    monkeypatch.setattr(measuring, "_MOST_GRAMS", EXPERTS * WIDTH**2 * 4 - 1)
+    assert not measure_grams(model, FEEDS, tmp_path)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
