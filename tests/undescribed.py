@@ -44,8 +44,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "gemma4_text": {
-        **{**DENSE, "layer_types": SLIDING, "sliding_window": 4, "num_kv_shared_layers": 0, "global_head_dim": 16},
-        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 64},
+        **{**DENSE, "layer_types": SLIDING, "sliding_window": 4, "num_kv_shared_layers": 2, "global_head_dim": 16},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 64, "use_double_wide_mlp": True},
     },
     "deepseek_v3": {
         **{**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},

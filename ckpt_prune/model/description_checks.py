@@ -64,15 +64,15 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     blocks = family.dimension(parsed, "layers")
     _check_modules(family, dict(skeleton.named_modules()), names, blocks)
     family = _check_linears(family, _by_block(family, names.shapes, blocks))
-    shapes = _shapes_inside(family, names.shapes, parsed)
-    _check_bias_slots(family, config, parsed)
-    sizes = _sizes(family, shapes)
-    _check_attention(family, parsed, sizes)
-    _check_residual(family, parsed, sizes)
-    for name, space in family.spaces.items():
-        _check_units(family, name, parsed, sizes)
-        if (space.fixed or space.whole) is None and space.units not in family.multiples:
-            _check_widths(family, name, config, parsed, sizes)
+    for part in family.of_one_width:
+        sizes = _sizes(part, _shapes_inside(part, names.shapes, parsed, family))
+        _check_bias_slots(part, config, parsed, family)
+        _check_attention(part, parsed, sizes)
+        _check_residual(part, parsed, sizes)
+        for name, space in part.spaces.items():
+            _check_units(part, name, parsed, sizes)
+            if (space.fixed or space.whole) is None and space.units not in family.multiples:
+                _check_widths(part, name, config, parsed, sizes, family)
 
 
 def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
@@ -95,15 +95,27 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
     return of_blocks
 
 
-def _shapes_inside(family: Family, shapes: Shapes, parsed: Any) -> dict[str, tuple[int, ...]]:
+def _shapes_inside(family: Family, shapes: Shapes, parsed: Any, whole: Family) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a block by their names inside it, of the first block that has each, with all its spaces.
 
     UserError if another block has a linear module of another shape.
+
+    Args:
+        whole: the family with its MLPs of all widths.
     """
+
+    def fits(name: SpaceName, inside: Shapes) -> bool:
+        space = family.columns.get(name)
+        shape = None if space is None else inside.get(f"{space.consumer}.weight")
+        if space is None or shape is None:
+            return True
+        return whole.fits(parsed, name, shape[0 if space.consumer in family.transposed else 1])
+
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     named = {f"{module}.weight" for module in family.linears}
     for block, inside in enumerate(_by_block(family, shapes, family.dimension(parsed, "layers"))):
-        lacking = [space for space in family.spaces.values() if family.lacks(parsed, block, space)]
+        spaces = family.spaces.items()
+        lacking = [each for name, each in spaces if family.lacks(parsed, block, each) or not fits(name, inside)]
         without = {f"{module}.weight" for space in lacking for module in space.modules}
         for name, shape in inside.items():
             if name in without:
@@ -190,7 +202,7 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
     return family.model_copy(update={"spaces": {name: each for name, each in family.spaces.items() if name in present}})
 
 
-def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> None:
+def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any, whole: Family) -> None:
     """Check that biases are exactly where their slots are open: with no key true, and with each alone."""
     keys = sorted({slot for slot in family.bias_slots.values() if isinstance(slot, str)})
     if unknown := [key for key in keys if read_key(parsed, key) is None]:
@@ -199,7 +211,7 @@ def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> No
         settings = {key: key in opened for key in keys}
         changed = parse_config(with_keys(config, settings))
         stock = Names(build_skeleton(changed, family.architecture)).shapes
-        shapes = _shapes_inside(family, stock, changed)
+        shapes = _shapes_inside(family, stock, changed, whole)
         for module in family.linears:
             if module in family.expert_modules:
                 continue  # all have biases or none (`Experts.biased`), and none gets one
@@ -299,7 +311,7 @@ def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) ->
 
 
 def _check_widths(
-    family: Family, name: SpaceName, config: dict[str, Any], parsed: Any, sizes: Mapping[str, tuple[int, ...]]
+    family: Family, name: SpaceName, config: dict[str, Any], parsed: Any, sizes: Shapes, whole: Family
 ) -> None:
     """Check that one unit fewer by the space's config keys gives the shapes that its incidences give."""
 
@@ -330,10 +342,11 @@ def _check_widths(
         values[family.head_key] = dimension("head_dim")
     changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
-        stock = Names(build_skeleton(parse_config(with_keys(config, changes)), family.architecture)).shapes
+        changed = parse_config(with_keys(config, changes))
+        stock = Names(build_skeleton(changed, family.architecture)).shapes
     except RefusedConfigError:
         return  # by a rule of the class beyond shapes (`choosing.unprunable_spaces`)
-    shapes = _shapes_inside(family, stock, parsed)
+    shapes = _shapes_inside(family, stock, changed, whole)
     # One config key says the widths of all experts, and perhaps of other spaces.
     is_together = space.units in family.together
     alike = [

@@ -5,6 +5,7 @@ A description names tensors as they stand on disk. model/README.md says what eac
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -228,6 +229,23 @@ class Family(StrictModel):
     def lacks(self, config: Any, block: int, space: AnySpace) -> bool:
         """Return whether a block lacks a space though it has its linear modules: no unit is apart from the others."""
         return space.unless is not None and bool(getattr(config, space.unless)[block])
+
+    def fits(self, config: Any, name: SpaceName, columns: int) -> bool:
+        """Return whether a block whose consumer has so many columns has a space, of two for MLPs of two widths."""
+        space = self.columns.get(name)
+        narrower = {each.wider_than for each in self.columns.values()}
+        if space is None or (space.wider_than is None and name not in narrower):
+            return True
+        dimension = partial(self.dimension, config)
+        return columns == space.site_units(dimension) * space.columns.per_unit(dimension)
+
+    @property
+    def of_one_width(self) -> list["Family"]:
+        """This family with the spaces of ordinary MLPs alone, and of those that are wider; itself if there are none."""
+        wider = {name: space.wider_than for name, space in self.columns.items() if space.wider_than is not None}
+        without = [{*wider}, {*wider.values()}] if wider else [set[str]()]
+        spaces = [{name: each for name, each in self.spaces.items() if name not in gone} for gone in without]
+        return [self.model_copy(update={"spaces": own}) for own in spaces]
 
     def as_listed(self, config: Any, key: str, value: int) -> Any:
         """Return a new value of a config key of a space; in a list if the config has one of all blocks there."""

@@ -135,10 +135,20 @@ class Model:
         modules_by_block = [frozenset(modules_of[block]) for block in range(self.blocks)]
         kinds = {modules: spaces_among(self.family.spaces, modules) for modules in {*modules_by_block}}
         found: list[Mapping[SpaceName, AnySpace]] = [kinds[modules] for modules in modules_by_block]
+        if any(space.wider_than for space in self.family.columns.values()):
+            found = [{n: each for n, each in own.items() if self._fits(block, n)} for block, own in enumerate(found)]
         if all(space.unless is None for space in self.family.spaces.values()):
             return found
         lacks = partial(self.family.lacks, self.config)
         return [{n: each for n, each in own.items() if not lacks(block, each)} for block, own in enumerate(found)]
+
+    def _fits(self, block: int, name: SpaceName) -> bool:
+        from ckpt_prune.modeling_pruned import layer_config
+
+        space = self.family.columns.get(name)
+        config = layer_config(self.config, block) if self.has_remote_code else self.config
+        weight = None if space is None else self.checkpoint.tensors.get(self.tensor(block, space.consumer))
+        return weight is None or self.family.fits(config, name, weight.shape[1])
 
     @cached_property
     def dense_widths(self) -> list[dict[SpaceName, int]]:
@@ -291,6 +301,9 @@ class Model:
                 continue  # an expert that is gone
             widths[name] = lines(axis, incidence.module) // incidence.per_unit(self.dimension)
             if space.for_each is not None:
+                if space.kind == "columns" and space.wider_than is not None:
+                    widths[name] //= space.copies(self.dimension)
+                    continue
                 outer = next((widths[other] for other, each in others.items() if each.units == space.for_each), None)
                 heads = lines("columns", self.family.attention.output) // self.dimension("head_dim")
                 widths[name] //= heads if outer is None else outer
@@ -431,11 +444,11 @@ class Model:
 
     def remaining_lines(self, kept: KeptUnits) -> RemainingLines:
         """Return what remains of a block's linear modules and tables if these units stay (`cuts.remaining_lines`)."""
-        spaces = [self.family.spaces[name] for name in kept]
-        places = [
-            incidence for space in spaces for incidence in (*(each for _, each in space.incidences), *space.tables)
-        ]
-        sizes = {module: self._shape(module) for module in {each.module for each in places}}
+        sizes: dict[str, tuple[int, ...]] = {}
+        for name in kept:
+            space = self.family.spaces[name]
+            for module in {*space.modules, *(table.module for table in space.tables)}:
+                sizes[module] = self._shape(module, self.blocks_with(name))
         return remaining_lines(self.family, self.dimension, kept, sizes)
 
     def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, TensorSpec]:
@@ -518,25 +531,25 @@ class Model:
         others = {name: tensor for name, tensor in tensors.items() if name not in self._expert_tensors}
         return others | {name: tensors[before] for name, before in moved.items()}
 
-    def line_numbers(self, module: str, dim: int) -> Tensor:
+    def line_numbers(self, block: int, module: str, dim: int) -> Tensor:
         """Return the numbers of all rows (dim 0) or columns of a linear module's dense weight."""
-        return torch.arange(self._shape(module)[dim])
+        return torch.arange(self._shape(module, [block])[dim])
 
-    def _shape(self, module: str) -> tuple[int, ...]:
-        """Shape of a linear module's dense weight, or of a table."""
+    def _shape(self, module: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Shape of a linear module's dense weight, or of a table, in the first of these blocks that has it."""
         tensors, kinds = self.checkpoint.tensors, get_args(Kind)
-        names = (self.tensor(block, module, kind) for block in range(self.blocks) for kind in kinds)
+        names = (self.tensor(block, module, kind) for block in blocks for kind in kinds)
         return next(tensors[name].shape for name in names if name in tensors)
 
     def unit_weights(self, space: SpaceName) -> int:
         """Return how many weights, without biases, go with one unit of a space."""
-        described = self.family.spaces[space]
+        described, blocks = self.family.spaces[space], self.blocks_with(space)
         lines = sum(
-            incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - axis_dim(axis)]
+            incidence.per_unit(self.dimension) * self._shape(incidence.module, blocks)[1 - axis_dim(axis)]
             for axis, incidence in described.incidences
         )
         for table in described.tables:
-            shape = self._shape(table.module)
+            shape = self._shape(table.module, blocks)
             lines += table.per_unit(self.dimension) * prod(shape) // shape[table.table_dim(len(shape))]
         return lines
 
@@ -564,18 +577,27 @@ class Model:
     def consumer_widths(self) -> dict[str, Width]:
         """Consumer's on-disk weight, with `{block}` for the block → its width."""
         widths: dict[str, Width] = {}
-        pooling = self.family.pooling
+        pooling, of_weights = self.family.pooling, defaultdict[str, dict[int, int]](dict)
         for name, space in {**self.family.consumers, **pooling}.items():
-            counts = {block: self.units(name, block) * self.unit_columns(name) for block in self.blocks_with(name)}
+            counts = of_weights[self.consumer_weight(name)]
+            counts |= {
+                block: self.site_units(name, block) * self.unit_columns(name) for block in self.blocks_with(name)
+            }
             if self.has_remote_code:
                 names = {block: self.tensor(block, space.consumer) for block in counts}
                 counts = {block: self.checkpoint.tensors[each].shape[1] for block, each in names.items()}
             columns: Width = [counts.get(block, 0) for block in range(self.blocks)]
             if len(set(counts.values())) == 1 and name not in pooling:
                 columns = max(counts.values())
-            weight = f"{self.family.block}{space.consumer}.weight"
-            widths[self.tensor(0, space.consumer) if name in pooling else weight] = columns
+            widths[self.consumer_weight(name)] = columns
         return widths
+
+    def consumer_weight(self, space: SpaceName) -> str:
+        """Return the on-disk weight of a consumer, with `{block}` for the block."""
+        pooling = self.family.pooling.get(space)
+        if pooling is not None:
+            return self.tensor(0, pooling.consumer)
+        return f"{self.family.block}{self.family.columns[space].consumer}.weight"
 
     @property
     def widest_consumer(self) -> int:

@@ -29,7 +29,7 @@ BLOCKS: dict[str, dict[str, set[int]]] = {
     "qwen3_next": {"heads": {1, 3}, "linear_heads": {0, 2}, "mlp": {0, 1, 2, 3}, "shared": {0, 1, 2, 3}},
     "jamba": {"heads": {1, 3}, "mlp": {1, 3}, "dense": {0, 2}},
     "glm4_moe": {"heads": {0, 1, 2, 3}, "mlp": {1, 2, 3}, "shared": {1, 2, 3}, "dense": {0}},
-    "gemma4_text": {"mlp": {0, 1, 2, 3}},
+    "gemma4_text": {"mlp": {0, 1}, "dense": {2, 3}},  # the latter twice as wide
 }
 """Blocks that lose units of each space."""
 SPACES = {name: {"score": "magnitude", "optional": name != "mlp"} for name in ("heads", "mlp", "dense", "shared")}

@@ -182,7 +182,7 @@ FAMILIES = {
     "gemma3_text": ("gemma3_text", WINDOWED),
     "gemma3n_text": ("gemma3n_text", NANO | {"num_hidden_layers": 22, "num_kv_shared_layers": 2}),
     "gemma4_text": ("gemma4_text", GEMMA4),
-    # The last blocks read keys and values of the two before them, and are twice as wide: no space is proven.
+    # The last blocks read keys and values of the two before them, and are twice as wide.
     "gemma4-shared": (
         "gemma4_text",
         GEMMA4 | {"layer_types": WINDOWS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},

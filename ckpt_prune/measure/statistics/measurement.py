@@ -77,9 +77,10 @@ def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: i
         return folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
 
     ends = {**family.consumers, **family.pooling}
-    for (space, definition), width in zip(ends.items(), model.consumer_widths.values(), strict=True):
-        blocks = model.blocks_with(space)
-        needed += sum(map(of_inputs, [width] * len(blocks) if isinstance(width, int) else width))
+    widths = model.consumer_widths
+    for space, definition in ends.items():
+        blocks, width = model.blocks_with(space), widths[model.consumer_weight(space)]
+        needed += sum(of_inputs(width if isinstance(width, int) else width[block]) for block in blocks)
         if "fisher" in collect and blocks and space not in family.pooling:
             outputs = model.tensors[model.tensor(blocks[0], definition.consumer)][1][0]
             needed += len(blocks) * 2 * outputs * (outputs + 1)
@@ -199,7 +200,9 @@ def measure_into(
 
     for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
         keys = model.spaces(block).keys() | model.inputs(block).keys()
-        lacking += [model.moments_name(block, key) for key in gram if key not in {*keys, *model.family.pooling}]
+        there = {model.moments_name(block, key) for key in keys}
+        names = (model.moments_name(block, key) for key in gram if key not in {*keys, *model.family.pooling})
+        lacking += [name for name in names if name not in there]
         if _entry(block) in done:
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]

@@ -686,12 +686,42 @@ class Describer:
             for trace in sorted(own, key=lambda each: (each.mixes and self.stage is None, -each.columns)):
                 is_of_mlp = not trace.mixes or (self.stage is not None and len(trace.producers) == 1)
                 is_of_columns = is_of_mlp or self._is_of_channels(trace)
-                if is_of_columns and self.on_disk(run, trace.consumer) not in self.consumers():
+                narrower = self._narrower(run, trace)
+                if narrower is not None:
+                    self._add_wider(narrower, run, trace)
+                elif is_of_columns and self.on_disk(run, trace.consumer) not in self.consumers():
                     why = self._add_columns(name, run, trace)
                     if why is not None and self._add_unless(name, run, trace):
                         why = f"blocks with a number under {self.spaces[name]['unless']}: {why}"
                     if why is not None:
                         self.whole.setdefault(trace.consumer, why)
+
+    def _narrower(self, run: BlockRun, trace: Trace) -> str | None:
+        """Return the space of columns, in other blocks, of which this consumer has several times as many."""
+        here = {"module": self.on_disk(run, trace.consumer)}
+        ending = {name: space for name, space in self.spaces.items() if space.get("columns") == here}
+        found = next((name for name, space in ending.items() if space["units"] == name), None)
+        if found is None or len(ending) > 1 or trace.columns % self.sizes[found] or trace.columns == self.sizes[found]:
+            return None
+        return found
+
+    def _add_wider(self, narrower: str, run: BlockRun, trace: Trace) -> None:
+        """Add the columns of MLPs that are several times as wide as others' (Gemma 4 E2B), whose width is stated.
+
+        They are runs side by side, each as wide as the others' MLPs, which keep as many columns.
+        """
+        other, unit, name = self.spaces[narrower], join_units(trace), "dense"
+        if name in self.spaces and "shared" not in self.spaces:  # a further consumer of the blocks before
+            self.spaces["shared"] = self.spaces.pop(name)
+        count = int(unit.max()) + 1
+        places = self._places(run, trace, unit, count, {}) if count == trace.columns else None
+        if name in self.spaces or places is None:
+            self.whole.setdefault(trace.consumer, f"columns of the wider {trace.consumer} depend on one another")
+            return
+        runs = f"{name}_runs"
+        self.dimensions[runs], self.derived[runs] = [], [count // self.sizes[narrower]]
+        kept = {"units": narrower, "for_each": runs, "wider_than": narrower, "config": other["config"]}
+        self.spaces[name] = kept | places | self._effect(run, trace)
 
     def _add_unless(self, name: str, run: BlockRun, trace: Trace) -> bool:
         """Add columns that are apart in other blocks of the same shapes, which the config lists with zero for it.

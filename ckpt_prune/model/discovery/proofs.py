@@ -10,7 +10,7 @@
 Whole experts have no third proof: a router gives their share to others. The class must load with fewer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -61,7 +61,7 @@ class Prover:
         together = alone = False
         for each in own:
             space = spaces[each]
-            together, each_block = self._is_dense(self._permuted(each)), self._blocks_with(space)
+            together, each_block = self._is_dense(self._permuted(each)), self._blocks_with(each)
             if together and self.family.passes_on and not space.same_units:
                 together = all(self._is_dense(self._permuted(each, blocks=[block])) for block in each_block)
             modules = list(dict.fromkeys([*space.modules, *(table.module for table in space.tables)]))
@@ -182,7 +182,7 @@ class Prover:
     def _permuted(self, name: str, only: str | None = None, blocks: Sequence[int] | None = None) -> State:
         """Return the tensors with units of a space in another order, in all modules or one, in all blocks or some."""
         space, state = self.family.spaces[name], dict(self.state)
-        order, blocks = self._order(space), self._blocks_with(space) if blocks is None else blocks
+        order, blocks = self._order(space), self._blocks_with(name) if blocks is None else blocks
         for axis, incidence in [*space.incidences, *(("table", table) for table in space.tables)]:
             if only in (None, incidence.module):
                 self._each_tensor(state, axis, incidence, order, blocks)
@@ -196,10 +196,15 @@ class Prover:
                                 state[self._of_expert(block, module, new, kind)] = tensor
         return state
 
-    def _blocks_with(self, space: AnySpace) -> list[int]:
+    def _blocks_with(self, name: str) -> list[int]:
         """Return the blocks that have every linear module of a space."""
+        space = self.family.spaces[name]
         names = [[self.family.tensor(block, module) for module in space.modules] for block in self.blocks]
         present = [block for block, own in zip(self.blocks, names, strict=True) if self.state.keys() >= set(own)]
+        if name in self.family.columns:
+            consumer, parsed = self.family.columns[name].consumer, self.twin.parsed
+            columns = {block: self.state[self.family.tensor(block, consumer)].shape[1] for block in present}
+            present = [block for block in present if self.family.fits(parsed, name, columns[block])]
         return [block for block in present if not self.family.lacks(self.twin.parsed, block, space)]
 
     def _each_tensor(
@@ -253,28 +258,24 @@ class Prover:
         ]
         if space.units in self.family.together:
             named += [each for each, own in spaces.items() if own.units == space.units and each not in named]
-        first = {each: spaces[each].first(kept, self.dimension) for each in named}
         narrow = space.fixed is not None or self.family.shares_width(space)
         config = None if narrow else with_keys(self.twin.config, self._values(space, kept))
-        shapes = {}
-        pruned = [spaces[each] for each in named]
-        for module in {module for own in pruned for module in [*own.modules, *(each.module for each in own.tables)]}:
-            weights = (
-                self.state.get(self.family.tensor(b, module, k)) for b in self.blocks for k in ("weight", "itself")
-            )
-            shapes[module] = next(tuple(each.shape) for each in weights if each is not None)
         cut, zeroed = dict(self.state), dict(self.state)
-        blocks = sorted({block for each in named for block in self._blocks_with(spaces[each])})
-        for module, kind, dim, lines in list_cuts(remaining_lines(self.family, self.dimension, first, shapes)):
-            for block in blocks:
-                tensor_name = self.family.tensor(block, module, kind)
-                if tensor_name in cut:
-                    tensor = cut[tensor_name]
-                    mask = torch.zeros(tensor.shape[dim])
-                    mask[lines] = 1
-                    cut[tensor_name] = tensor.index_select(dim, lines)
-                    shape = [-1 if each == dim else 1 for each in range(tensor.dim())]
-                    zeroed[tensor_name] = zeroed[tensor_name] * mask.view(shape)
+        by_spaces: dict[tuple[str, ...], list[int]] = {}
+        blocks_with = {each: self._blocks_with(each) for each in named}
+        for block in self.blocks:
+            by_spaces.setdefault(tuple(each for each in named if block in blocks_with[each]), []).append(block)
+        for own, blocks in by_spaces.items():
+            for module, kind, dim, lines in self._list_cuts(own, kept, blocks):
+                for block in blocks:
+                    tensor_name = self.family.tensor(block, module, kind)
+                    if tensor_name in cut:
+                        tensor = cut[tensor_name]
+                        mask = torch.zeros(tensor.shape[dim])
+                        mask[lines] = 1
+                        cut[tensor_name] = tensor.index_select(dim, lines)
+                        shape = [-1 if each == dim else 1 for each in range(tensor.dim())]
+                        zeroed[tensor_name] = zeroed[tensor_name] * mask.view(shape)
         if space.kind == "experts":
             experts = self.family.experts
             gone = {
@@ -290,9 +291,21 @@ class Prover:
             f"{self.family.layers}.{block}.{path}": kept * product(factors, self.dimension)
             for each in named
             for path, factors in spaces[each].attributes.items()
-            for block in self._blocks_with(spaces[each])
+            for block in blocks_with[each]
         }
         return is_same(self._outputs(cut, config, narrow=numbers if narrow else None), self._outputs(zeroed))
+
+    def _list_cuts(
+        self, names: Sequence[str], kept: int, blocks: Sequence[int]
+    ) -> Iterable[tuple[str, Kind, int, Tensor]]:
+        """List the tensors of blocks with these spaces that lose lines if the first units stay (`cuts.list_cuts`)."""
+        spaces = {name: self.family.spaces[name] for name in names}
+        shapes = {}
+        for module in {each for own in spaces.values() for each in [*own.modules, *(t.module for t in own.tables)]}:
+            weights = (self.state.get(self.family.tensor(b, module, k)) for b in blocks for k in ("weight", "itself"))
+            shapes[module] = next(tuple(each.shape) for each in weights if each is not None)
+        first = {name: space.first(kept, self.dimension) for name, space in spaces.items()}
+        return list_cuts(remaining_lines(self.family, self.dimension, first, shapes))
 
     def _values(self, space: AnySpace, kept: int) -> dict[str, Any]:
         if space.units in self.family.multiples:

@@ -185,7 +185,7 @@ class Pruner:
             if name not in tensors:
                 continue
             cut = narrow_lines.get((module, dim))
-            old_lines = self.model.line_numbers(module, dim) if cut is None else cut[1]
+            old_lines = self.model.line_numbers(block, module, dim) if cut is None else cut[1]
             if len(old_lines) > len(lines):
                 shape = list(tensors[name].shape)
                 shape[dim] = len(old_lines)

@@ -53,7 +53,7 @@ class _Space:
 _SPACES = {
     "mlp": _Space("MLP", "columns of the MLP"),
     "pooling": _Space("MLP that pools the tokens", "columns of the MLP that pools the tokens"),
-    "dense": _Space("MLP in place of experts", "columns of the MLP in place of experts"),
+    "dense": _Space("MLP in other blocks", "columns of the MLP in other blocks, such as those without experts"),
     "heads": _Space("Attention heads", "heads, or KV groups"),
     "cross_heads": _Space("Heads of cross-attention", "heads of cross-attention, or its KV groups"),
     "linear_heads": _Space("Heads of linear attention", "heads of linear attention, or of state spaces"),

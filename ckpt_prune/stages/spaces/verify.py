@@ -106,7 +106,7 @@ def _find_fault(
         name = model.tensor(block, module, kind)
         if module in rewritten or name in changed or name not in model.checkpoint.tensors:
             continue
-        stored_lines = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
+        stored_lines = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(block, module, dim)
         rows = _read_lines(checkpoint, name, dim, stored_lines, lines)
         dense_rows = model.checkpoint.read([name])[name].index_select(dim, lines)
         if rows is None or not is_same(rows, dense_rows, or_zero=name in masked):

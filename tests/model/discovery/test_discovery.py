@@ -112,14 +112,23 @@ def test_a_class_without_proven_spaces_is_refused(named, reason):
     assert "\n" not in str(caught.value)
 
 
-def test_a_class_without_proven_spaces_is_described_where_nothing_is_pruned():
-    """MLPs of blocks that share keys are twice as wide as others, as in Gemma 4 E2B."""
+def test_mlps_twice_as_wide_as_others_keep_twice_as_many_columns():
+    """One key states both, as of the blocks of Gemma 4 E2B that share keys."""
     values = config("gemma4_text", "Gemma4ForCausalLM") | {"num_kv_shared_layers": 12, "use_double_wide_mlp": True}
-    with pytest.raises(UserError, match=r"no space of Gemma4ForCausalLM is proven: .* and a space has as many units"):
-        discover(values)
-    found = discover(values, spaceless=True)
+    found = discover(values).description
+    runs = {"units": "mlp", "for_each": "dense_runs", "wider_than": "mlp"}
+    assert found["spaces"] == {"mlp": found["spaces"]["mlp"], "dense": found["spaces"]["mlp"] | runs}
+    assert (found["derived"]["dense_runs"], found["together"]) == ([2], ["mlp"])
+    assert {proof["fewer"] for proof in found["found"]["proofs"].values()} == {True}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_class_without_proven_spaces_is_described_where_nothing_is_pruned():
+    with pytest.raises(UserError, match=r"no space of MobileBertForMaskedLM is proven: "):
+        discover(config("mobilebert", "MobileBertForMaskedLM"))
+    found = discover(config("mobilebert", "MobileBertForMaskedLM"), spaceless=True)
     assert found.description["spaces"] == {}
-    assert found.line().startswith("no space of gemma4_text is proven on a small random model of Gemma4ForCausalLM, so")
+    assert found.line().startswith("no space of mobilebert is proven on a small random model of ")
 
 
 def test_the_reason_is_the_commonest_whatever_its_numbers():

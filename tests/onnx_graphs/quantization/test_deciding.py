@@ -73,7 +73,7 @@ EXPERTS = 3
 
 
 def mixture() -> onnx_ir.Model:
-    """Each expert reads the embedding's rows that one token in three has; the last reads none. All stand in a tensor."""
+    """Each expert reads one token in three, the last none. All stand in one tensor."""
     arrays = {
         "table": RNG.standard_normal((VOCABULARY, WIDTH), dtype=np.float32),
         "experts": RNG.standard_normal((EXPERTS, WIDTH, VOCABULARY), dtype=np.float32) / 6,
