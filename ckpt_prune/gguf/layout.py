@@ -759,6 +759,9 @@ def _other_setting(source: GgufSource, architecture: Architecture) -> str | None
         if source.value(key) not in allowed:
             named = " or ".join(repr(each) for each in allowed)
             return f"it computes {key} {named}, and config.json has {source.value(key)!r}"
+    number = architecture.unnormed
+    if number and source.value("use_qk_norm") == (source.count(architecture.counts["expert_count"]) == number):
+        return f"it norms queries and keys of models without {number} experts alone, which use_qk_norm contradicts"
     return None
 
 
@@ -768,13 +771,6 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
     for key, name in architecture.values.items():
         if source.value(name) is None and architecture.absent.get(key) is not None:
             raise CannotMapError(f"it always computes {name}, and config.json has none")
-    if architecture.unnormed and source.value("use_qk_norm") != (
-        normed := source.count(architecture.counts["expert_count"]) != architecture.unnormed
-    ):
-        raise CannotMapError(
-            f"queries and keys are normed in models without {architecture.unnormed} experts, and not in those with "
-            f"{architecture.unnormed}, and use_qk_norm of config.json is {not normed}"
-        )
     if architecture.name == "openelm" and not source.tied:
         raise CannotMapError("its head is its embedding, and this one has a head of its own")
     full = _sees_all(source) if architecture.window in ("some", "pattern") else []

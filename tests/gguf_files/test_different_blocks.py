@@ -156,10 +156,20 @@ def test_what_no_architecture_computes_is_refused_by_its_reason_and_leaves_nothi
     assert not list(tmp_path.glob("*gguf*"))
 
 
-def test_settings_that_llama_cpp_does_not_compute_are_refused_before_work(tmp_path):
-    folder = save(tmp_path / "model", "falcon", num_hidden_layers=2)
-    with pytest.raises(UserError, match=r"falcon: it computes bias False, and config.json has True\): take one that"):
-        prune_unevenly(folder, "runs_on=[llama.cpp]", recipe="corp-mlp", ratio=0.3)
+MAVERICK = {"num_local_experts": 128, "intermediate_size": 8, "use_qk_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "recipe", "says"),
+    [
+        ("falcon", {}, "corp-mlp", r"falcon: it computes bias False, and config.json has True\): take one that"),
+        ("llama4_text", MAVERICK, "expert-frequency", "norms queries and keys of models without 128 experts alone"),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_compute_are_refused_before_work(model_type, changes, recipe, says, tmp_path):
+    folder = save(tmp_path / "model", model_type, num_hidden_layers=2, **changes)
+    with pytest.raises(UserError, match=says):
+        prune_unevenly(folder, "runs_on=[llama.cpp]", recipe=recipe, ratio=0.3)
     assert not (tmp_path / "pruned").exists()
 
 

@@ -396,7 +396,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
         (
             "llama4_text",
             LLAMA_4 | {"use_qk_norm": False},
-            "normed in models without 128 experts, and not in those with",
+            "it norms queries and keys of models without 128 experts alone",
         ),
         (
             "llama4_text",
