@@ -61,6 +61,7 @@ and of MLPs in their place), `pooling` (columns of an MLP in a head that pools t
 spaces that are measured and masked, and lose no unit. *Rotates* says whether recipes may rotate the residual stream.
 *Also stored as* are stock types that an output may have if the family's own cannot state its shape.
 """
+_TOWERS = "towers of models with text"
 _COLUMNS = {"mlp", "dense", "shared"}
 _TABLE = "| family | classes | spaces | stays whole | rotates | also stored as |\n|---|---|---|---|---|---|\n"
 
@@ -123,7 +124,8 @@ def discovered_page() -> str:
         "\n## Found and proven\n\nWithout a description, [discovery](discovery/README.md) finds spaces by itself. "
         "This is what it made of tiny random models of the types of transformers "
         f"{found['transformers']} (`python tools/families.py sweep`):\n*pruned* are those whose model went through "
-        "`prune --recipe ridge` and `verify`.\n\n"
+        "`prune --recipe ridge` and `verify`; towers of models that read images with text went through "
+        "`prune --recipe magnitude`, and are named behind their spaces.\n\n"
         "| kind | types | built small | spaces proven | columns | pruned | of these described above |\n"
         "|---|---|---|---|---|---|---|\n"
     )
@@ -159,7 +161,7 @@ def sweep(only: list[str]) -> None:
     with suppress(OSError):
         found = json.loads(DISCOVERED.read_text(encoding="utf-8"))
     found["transformers"] = transformers.__version__
-    for kind, name in all_types():
+    for kind, name in [*all_types(), *all_towers()]:
         if not only or name in only:
             types = found["types"].setdefault(kind, {})
             types[name] = try_kind(kind, name)
@@ -185,9 +187,50 @@ def all_types() -> list[tuple[str, str]]:
     return [(kind, name) for kind, classes in classes_by_kind().items() for name in classes]
 
 
+def all_towers() -> list[tuple[str, str]]:
+    """Return the kind and `model_type` of models that read images with text, of which the towers are swept."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return [(_TOWERS, name) for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+
+
+def try_tower(model_type: str) -> dict[str, Any]:
+    """Prune the tower of a tiny random model that reads images with text, without data, and verify the output.
+
+    Returned is what `try_type` returns.
+    """
+    from ckpt_prune.checkpoint.checkpoint import Checkpoint
+    from ckpt_prune.common.errors import one_line
+    from ckpt_prune.model.composites import extract_part
+
+    found: dict[str, Any] = {"built": False, "spaces": [], "pruned": False}
+    with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
+        try:
+            source = write_tiny(model_type, None, Path(folder) / "source")
+            found["built"] = True
+            part = extract_part(Checkpoint.open(source), "vision").config[descriptions.OUTSIDE_KEY]
+            family = descriptions.parse_family(json.dumps(part))
+            spaces = [name for name, space in family.spaces.items() if space.whole is None]
+            found["spaces"] = spaces
+            output, whole = str(source.parent / "output"), [each for each in ("heads", "mlp") if each not in spaces]
+            optional = [word for each in whole for word in ("--set", f"spaces.{each}.optional=true")]
+            if family.found is None and "heads" in spaces:  # most described towers have heads as wide as their own code
+                optional += ["--set", "spaces.heads.ratio=0"]
+            ratio = ("--recipe", "magnitude", "--ratio", "0.5", "--container", "any")
+            run_command("prune", str(source), "--part", "vision", *ratio, *optional, "-o", output)
+            run_command("verify", output, "--against", str(source))
+        except (Exception, SystemExit) as error:
+            text = str(error) if isinstance(error, UserError) else one_line(error)
+            return found | {"why": text.replace(f"{folder}/", "").removeprefix("source: ")[:200]}
+        return found | {"pruned": True, "why": family.model_type}
+
+
 def try_kind(kind: str, model_type: str) -> dict[str, Any]:
     """Try a type as one of its kind: what has an encoder and a decoder is taken by both stacks only as pairs."""
     from transformers import CONFIG_MAPPING
+
+    if kind == _TOWERS:
+        return try_tower(model_type)
 
     named = classes_by_kind()[kind][model_type]
     architecture = named if isinstance(named, str) else named[0]
@@ -277,8 +320,12 @@ def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:
     return {"spaces": list(spaces), "pruned": True, "why": f"--part {part}"}
 
 
-def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
-    """Save a tiny random model of a type with a tokenizer of single characters, and an image processor."""
+def write_tiny(model_type: str, architecture: str | None, folder: Path) -> Path:
+    """Save a tiny random model of a type with a tokenizer of single characters, and an image processor.
+
+    Args:
+        architecture: its class; None for that of a model that reads images with text.
+    """
     from transformers import CONFIG_MAPPING
 
     from ckpt_prune.model.discovery.twin import IMAGE, Sizes, build_twin, fill_in
@@ -291,6 +338,9 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     )
     config = {**CONFIG_MAPPING[model_type](**PUBLISHED.get(model_type, {})).to_dict(), "model_type": model_type}
     config["architectures"] = [architecture]
+    if architecture is None:
+        config |= {"vision_config": config.get("vision_config") or {}}  # Gemma 4's is none by default
+        config["architectures"] = [load_composite(config).architecture]
     with suppress(UserError):  # published configs state what some classes leave open
         filled = {key: fill_in(key, value, vars(sizes)) for key, value in config.items()}
         parse_config(filled)

@@ -158,7 +158,7 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     if module in family.multiplied_per_token:
         return int(family.multiplied_per_token[module] * model.tokens) if dimensions > 1 else 0
     if dimensions == 4 and family.modality == "image":
-        return patches(model.config)
+        return patches(model.config, image_size(family, model.config))
     if (
         dimensions != 2
         or name.endswith("_bias")

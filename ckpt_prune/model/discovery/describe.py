@@ -268,9 +268,11 @@ class Describer:
         stated: dict[str, Any] = {"architectures": {self.twin.architecture: of_class}, "modality": "image"}
         if self.stage is None:
             tokens, config = prod(self.runs[0].places) // IMAGES, self.twin.parsed
-            plain = linears - {*pooled} | {path for path, each in modules.items() if isinstance(each, nn.Conv3d)}
-            others = {path: own / tokens for path, own in rows.items() if path in plain and own != tokens}
-            is_sized = hasattr(config, "image_size")
+            is_sized = hasattr(config, "image_size")  # then a convolution that cuts patches is known by its shape
+            convolutions = nn.Conv3d if is_sized else nn.Conv2d | nn.Conv3d
+            counted = {path for path, each in modules.items() if isinstance(each, convolutions)}
+            plain = {path for path in linears - {*pooled} if path in rows and rows[path] != tokens}
+            others = {path: own / tokens for path, own in rows.items() if path in plain | counted}
             return stated | {
                 "special_tokens": tokens - patches(config, (IMAGE, IMAGE)),
                 **({} if is_sized else {"cost_image_size": _USUAL_IMAGE}),

@@ -18,7 +18,16 @@ from ckpt_prune.verification import forward_pass
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.model.discovery.test_discovery import config
 from tests.pairs import choose_cases
-from tools.families import DISCOVERED, all_types, prune_and_verify, run_command, try_kind, try_type, write_tiny
+from tools.families import (
+    DISCOVERED,
+    all_towers,
+    all_types,
+    prune_and_verify,
+    run_command,
+    try_kind,
+    try_type,
+    write_tiny,
+)
 
 CHECK = forward_pass._check
 """The comparison with the whole model, which other tests leave out."""
@@ -41,7 +50,9 @@ def check(monkeypatch) -> None:
     monkeypatch.setattr(forward_pass, "_check", CHECK)
 
 
-@pytest.mark.parametrize(("kind", "model_type"), choose_cases(all_types(), lambda each: each[1] in THIRTY))
+@pytest.mark.parametrize(
+    ("kind", "model_type"), choose_cases([*all_types(), *all_towers()[::20]], lambda each: each[1] in THIRTY)
+)
 def test_every_type_is_as_the_page_says(kind, model_type):
     kept, found = json.loads(DISCOVERED.read_text())["types"][kind][model_type], try_kind(kind, model_type)
     for key in ("built", "spaces", "pruned"):
