@@ -269,6 +269,9 @@ class Architecture:
             behind a stroke what llama.cpp itself multiplies by: a number, or "scale" for that of attention.
         row_factors: key of config.json with a factor for each part of what the input projection of Mamba 2 makes.
         single: a block is attention, Mamba, an MLP, or experts, and nothing else.
+        linear: tensor of blocks whose attention is linear, and whose projections have the names of attention.
+        same: key of config.json → key that has the same value.
+        computed: tensors of a block that follow from config.json.
         attends: how config.json says which blocks of a hybrid have attention: a kind for each block, a list of these
             blocks, or a period and an offset, which also say which have experts. "never": no block has any.
         unrotated: there are no rotary positions.
@@ -339,6 +342,9 @@ class Architecture:
     factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     row_factors: str = ""
     single: bool = False
+    linear: str = ""
+    same: Mapping[str, str] = field(default_factory=dict)
+    computed: frozenset[str] = frozenset()
     attends: Literal["layer_types", "attn_layer_indices", "periods", "never"] = "layer_types"
     unrotated: bool = False
     switch: str = ""
@@ -442,8 +448,6 @@ ALIBI = "attention.max_alibi_bias"
 """Key of the largest slope of what is subtracted from products of queries and keys, the more the farther apart."""
 DELTA_HEADS = "ssm.time_step_rank"
 """Key of the heads of values of a gated delta net; of the rank of time steps in Mamba of the first kind."""
-KDA_ROWS = "kda.head_dim"
-"""Key of the rows of a head of linear attention with a decay for each channel."""
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 EVERY = "interleave_moe_layer_step"
 """Key that says how often a block has experts, if not all have: the last of every so many."""
@@ -879,6 +883,16 @@ ARCHITECTURES = (
                    DELTA_HEADS: "mamba_dt_rank"}, only=_SILU | {
                    "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,)})
       for experts in ({}, _CHOSEN)),
+    Architecture("minimax-01", "minimax", NORMS | ATTENTION | MIXTRAL | {"self_attn.norm": "attn_norm_2",
+                 "self_attn.qkv_proj": "attn_qkv", "self_attn.output_gate": "attn_gate",
+                 "self_attn.out_proj": "attn_output"}, biases=_NONE, hybrid="interval",
+                 linear="attn_norm_2", computed=frozenset(
+                     f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
+                 values={"residual_scale": "full_attn_alpha_factor"}, same=dict.fromkeys(
+                     ("linear_attn_alpha_factor", "mlp_alpha_factor"), "full_attn_alpha_factor"), only=_SILU | {
+                     f"{part}_beta_factor": (1,) for part in ("full_attn", "linear_attn", "mlp")} | {
+                     "rope_parameters.partial_rotary_factor": (1.0, None)},
+                 counts=_CHOSEN | {"expert_count": "num_local_experts"}),
     *(_mamba(each, {f"mixer.{module}": tensor for module, tensor in MAMBA_1.items()}, constants=normed, counts={
         "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", DELTA_HEADS: "time_step_rank"})
       for each, normed in (("mamba", {}), ("falcon_mamba", {NORMED: True}))),
@@ -892,11 +906,12 @@ ARCHITECTURES = (
                  module.replace("mlp", "block_sparse_moe"): tensor
                  for module, tensor in (GATED | SHARED_ALWAYS).items()} | {
                  "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, latent="apart",
+                 linear="ssm_f_a", same={"linear_num_heads": "num_attention_heads"},
                  hybrid="kv_heads", unrotated=True, leading="mlp_layer_types", values=_SCALED,
                  only=_SILU | _UNTIED | {"norm_topk_prob": (True,), "q_lora_rank": (None,)},
                  widths=_WIDTH, constants=_SIGMOID, counts=_CHOSEN | _GROUPS | {
                  "expert_shared_count": "num_shared_experts", "ssm.conv_kernel": "linear_conv_kernel_dim",
-                 KDA_ROWS: "linear_head_dim"}),
+                 "kda.head_dim": "linear_head_dim"}),
     Architecture("exaone", "exaone", {"ln_1": "attn_norm", "ln_2": "ffn_norm", "mlp.c_fc_0": "ffn_gate",
                  "mlp.c_fc_1": "ffn_up", "mlp.c_proj": "ffn_down", "attn.attention.q_proj": "attn_q",
                  "attn.attention.k_proj": "attn_k", "attn.attention.v_proj": "attn_v",

@@ -22,7 +22,6 @@ from ckpt_prune.gguf.architectures import (
     GATED,
     GATES,
     INDEXED,
-    KDA_ROWS,
     KEY,
     OTHERWISE,
     OUTPUT,
@@ -186,7 +185,8 @@ class GgufSource:
         """Return a value of config.json that all blocks share, or the default of its class; of a part behind a dot."""
         part, _, own = key.rpartition(".")
         if part:
-            return getattr(getattr(self.model.config, part, None), own, None)
+            owner = getattr(self.model.config, part, None)
+            return owner.get(own) if isinstance(owner, Mapping) else getattr(owner, own, None)
         stated = self.model.checkpoint.config.get(key, "auto")
         return getattr(self.model.config, key, None) if stated == "auto" else stated
 
@@ -219,9 +219,13 @@ class GgufSource:
         names = [name for name in block if name.endswith(".weight") and self.modules.get(_module(name)) in tensors]
         return block[names[0]] if names else None
 
+    def is_linear(self, block: Block) -> bool:
+        """Whether a block has linear attention, whose projections have the names of attention."""
+        return any(each.linear and self.find(block, each.linear) is not None for each in self.candidates)
+
     def is_recurrent(self, block: Block) -> bool:
         """Whether a block has a mixer of tokens other than attention."""
-        return any(self.modules.get(_module(name), "").startswith(_MIXERS) for name in block)
+        return self.is_linear(block) or any(self.modules.get(_module(name), "").startswith(_MIXERS) for name in block)
 
     @cached_property
     def has_gates(self) -> bool:
@@ -274,8 +278,8 @@ class GgufSource:
     def _shape(self, index: int, block: Block) -> BlockShape:
         routed, dense = self.find(block, "ffn_down_exps"), self.find(block, "ffn_down")
         down, output = routed or dense, self.find(block, "attn_output")
-        if self.is_latent and self.find(block, "attn_kv_a_mqa") is None:
-            output = None  # it is of linear attention
+        if self.is_linear(block):
+            output = None  # it is no attention's
         shared = self.find(block, "ffn_down_shexp") or (dense if routed else None)
         experts = routed is not None, 0 if shared is None else shared.shape[1]
         single = any(each.single for each in self.candidates)
@@ -768,6 +772,11 @@ def _other_setting(source: GgufSource, architecture: Architecture) -> str | None
 def _check_config(source: GgufSource, architecture: Architecture) -> None:
     if (reason := _other_setting(source, architecture)) is not None:
         raise CannotMapError(reason)
+    for key, name in architecture.same.items():
+        if source.value(key) != source.value(name):
+            raise CannotMapError(
+                f"{key} is as {name} there, and config.json has {source.value(key)} and {source.value(name)}"
+            )
     for key, name in architecture.values.items():
         if source.value(name) is None and architecture.absent.get(key) is not None:
             raise CannotMapError(f"it always computes {name}, and config.json has none")
@@ -809,11 +818,6 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
             raise CannotMapError("its indexer has as many heads as keys and values have")
     if architecture.shares:
         _check_sharing(source, architecture)
-    if KDA_ROWS in architecture.counts and source.value("linear_num_heads") != source.value("num_attention_heads"):
-        raise CannotMapError(
-            "its linear attention has as many heads as its attention, and here they are "
-            f"{source.value('linear_num_heads')} and {source.value('num_attention_heads')}"
-        )
     if architecture.hybrid and not (attending and any(map(source.is_recurrent, source.blocks))):
         raise CannotMapError("some of its blocks have attention and some another mixer, and here all are alike")
     if architecture.state_space and (reason := reason_against(source.model.config)) is not None:
@@ -1167,7 +1171,11 @@ def _tensors(source: GgufSource, architecture: Architecture, rotated: int) -> It
         for name, weight in block.items():
             module = _module(name)
             heads = {QUERY: shape.heads, KEY: shape.kv_heads}.get(module)
-            if name in architecture.scalars or (architecture.joins and module in (KEY, VALUE)):
+            if (
+                name in architecture.scalars
+                or name in architecture.computed
+                or (architecture.joins and module in (KEY, VALUE))
+            ):
                 continue
             mapped = _map_name(architecture, architecture.block, name)
             if architecture.joins and module == QUERY:

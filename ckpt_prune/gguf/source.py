@@ -26,7 +26,6 @@ from ckpt_prune.gguf.architectures import (
     ALIBI,
     ARCHITECTURES,
     DIFFERENT,
-    KDA_ROWS,
     KEY,
     NORMED,
     QUERY,
@@ -52,7 +51,14 @@ from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from ckpt_prune.gguf.types import type_of_file
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
-from ckpt_prune.model.skeleton import Names, RefusedConfigError, stock_names
+from ckpt_prune.model.skeleton import (
+    Names,
+    RefusedConfigError,
+    parameters_on_meta,
+    parse_config,
+    stock_class,
+    stock_names,
+)
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
 from ckpt_prune.show.model_card import front_matter
@@ -118,6 +124,7 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
         for stacked, each in _tensors(file, architecture, config, names)
         for name, weight in _as_saved(stacked, each, names)
     }
+    weights |= _computed(architecture, written, names)
     shapes = {name: weight.shape for name, weight in weights.items()}
     check_shapes(shapes, names, str(path))
     dtype = _dtype(file)
@@ -141,6 +148,18 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
         texts,
         notes=(f"written in {written['dtype']} from {', '.join(kinds)}",),
     )
+
+
+def _computed(architecture: Architecture, config: dict[str, Any], names: Names) -> dict[str, GgufWeight]:
+    """Return the tensors that the class computes from config.json, and saves."""
+    wanted = [name for name in names.shapes if name.endswith(tuple(architecture.computed))]
+    if not wanted:
+        return {}
+    parsed = parse_config(config)
+    with parameters_on_meta():
+        buffers = dict(stock_class(config["architectures"][0], parsed)(parsed).named_buffers())
+    found = {name: buffers[names.parameters(name)[0]] for name in wanted}
+    return {name: GgufWeight(tuple(each.shape), each.clone) for name, each in found.items()}
 
 
 def refuse_as_model(path: Path) -> None:
@@ -318,6 +337,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     for key, target in architecture.values.items():
         config[target] = _factor(keys, architecture, key)
     config |= {target: keys.flag(key, absent=False) for key, target in architecture.flags.items()}
+    config |= {key: config[name] for key, name in architecture.same.items()}
     epsilon = _EPSILONS.get(architecture.model_type, "rms_norm_eps")
     config[epsilon] = keys.decimal(f"attention.{architecture.epsilon}")
     if config.get("attention_multiplier", 1) is None:
@@ -487,7 +507,7 @@ def _some_blocks(keys: Keys, key: str, blocks: int) -> list[int]:
 
 def _attending(keys: Keys, blocks: int) -> list[str]:
     """Which blocks of a Qwen3.5 have attention: those that are not listed as others, or the last of every so many."""
-    every = keys.number("full_attention_interval", 4)
+    every = keys.number("full_attention_interval", 8 if keys.prefix == "minimax-01" else 4)
     usual = [(index + 1) % every != 0 for index in range(blocks)]
     others = keys.entries("attention.recurrent_layers", bool, usual)
     if len(others) != blocks:
@@ -515,8 +535,6 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
         config["linear_value_head_dim"] = heads.rows
     if architecture.channels and keys.number("ssm.inner_size") != 2 * config["hidden_size"]:
         raise keys.refuse("ssm.inner_size", f"and llama.cpp computes {2 * config['hidden_size']} alone")
-    if KDA_ROWS in architecture.counts:
-        config["linear_num_heads"] = config["num_attention_heads"]
     if architecture.state_space:
         for key, target in architecture.state_space.stored.items():
             config[target] = keys.number(key)
@@ -730,7 +748,12 @@ def _tensors(
         base, _, kind = name.rpartition(".")
         inside = _IN_BLOCK.fullmatch(name)
         whole = inner.get(inside["tensor"]) if inside else None
-        module = inner.get(inside["tensor"].removesuffix(f".{kind}")) if inside else outer.get(base)
+        mapped = inside["tensor"].removesuffix(f".{kind}") if inside else base
+        module = inner.get(mapped) if inside else outer.get(base)
+        if inside and architecture.linear:  # the outputs of linear attention may have a name of their own
+            alike = [each for each in modules if architecture.block[each] == mapped]
+            start = f"{layers}.{inside['block']}."
+            module = next((each for each in alike if f"{start}{each}.{kind}" in names.shapes), module)
         if architecture.fused and name.endswith(f".attn_qkv.{kind}"):
             module = architecture.fused
         tensor = whole or f"{module}.{kind}"

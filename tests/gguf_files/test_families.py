@@ -159,6 +159,13 @@ KIMI = (
         "linear_num_heads": 4,
     }
 )
+MINIMAX = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 5,
+    "head_dim": 16,
+    **{f"{part}_alpha_factor": 1.5 for part in ("full_attn", "linear_attn", "mlp")},
+}
 WINDOWS = ["sliding_attention", "full_attention"] * 3
 NANO = WINDOWED | {"vocab_size_per_layer_input": 2000, "intermediate_size": 4096}
 """A Gemma 3n. llama.cpp divides by one column less where it looks for the largest, so that there must be many."""
@@ -325,6 +332,7 @@ FAMILIES = {
     "falcon_mamba": ("falcon_mamba", STATES | {"tie_word_embeddings": True}),
     "mamba2": ("mamba2", STATES_2),
     "bamba": ("bamba", MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1], "attention_bias": True}),
+    "minimax": ("minimax", MINIMAX),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
     "gpt_neox": ("gpt_neox", {"num_hidden_layers": 2, "use_parallel_residual": False}),
     "falcon": ("falcon", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
@@ -471,8 +479,9 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             NEMOTRON_H | {"layers_block_type": ["full_attention", "mlp"]},
             "and some another mixer, and here",
         ),
+        ("minimax", MINIMAX | {"mlp_alpha_factor": 2}, "mlp_alpha_factor is as full_attn_alpha_factor there, and conf"),
         ("mamba", STATES | {"intermediate_size": 80}, "its Mamba has 64 channels, and here it has 80"),
-        ("kimi_linear", KIMI | {"linear_num_heads": 2}, "has as many heads as its attention, and here they are 2 and"),
+        ("kimi_linear", KIMI | {"linear_num_heads": 2}, "linear_num_heads is as num_attention_heads there, and conf"),
         ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
         ("gptj", NARROW | {"rotary_dim": 4}, "gptj is not written as GGUF: llama.cpp has its name, and no code that"),
         ("falcon", {"alibi": True, "multi_query": False}, "falcon: it computes alibi False, and config.json has True"),
