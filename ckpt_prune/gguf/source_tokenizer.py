@@ -15,6 +15,7 @@ from ckpt_prune.gguf.keys import TOKENIZER_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.pieces import unmark_pieces
 from ckpt_prune.gguf.special_tokens import CONTROL, ENDS, OTHER_ENDS, PHI, PHI_KEEPS, UNKNOWN, USER_DEFINED, find_stops
 from ckpt_prune.gguf.tokenizer import BYTE, NORMAL, PRE_TOKENIZERS, UNUSED, cut_merge
+from ckpt_prune.gguf.unigram import read_unigram
 
 _SPACE = "▁"
 _WHOLE_WORDS = frozenset(
@@ -37,6 +38,7 @@ _LIKE = {
 _IDS = {
     "gpt2": {"bos": 11, "eos": 11},
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
 }
 """Model of a tokenizer → the tokens that llama.cpp takes where a file names none."""
@@ -79,7 +81,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(keys.entries("ggml.tokens", str))]
     types = _types(keys, tokens)
     encodes = is_encoder(values)
-    if model not in _IDS or (model == "bert" and not encodes):
+    if model not in _IDS or (model in ("bert", "t5") and not encodes):
         raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2 and llama are)")
     if model == "bert":
         tokens = unmark_pieces(tokens, types)
@@ -93,6 +95,8 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
         raise UserError(f"{where}: the special token {wrong[0][:40]!r} is one that the file marks as unused")
     if model == "gpt2":
         tokenizer = _of_words(keys, vocabulary, pre)
+    elif model == "t5":
+        tokenizer = read_unigram(keys, tokens, ids["unknown"])
     elif model == "bert":
         tokenizer = _of_word_pieces(keys, vocabulary, names["unknown"])
     else:

@@ -18,6 +18,7 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.pieces import describe_pieces, write_pieces
 from ckpt_prune.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED, Flags, describe_ends, find_stops, name_ends
+from ckpt_prune.gguf.unigram import steps_of, write_unigram
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
 
@@ -162,7 +163,8 @@ def read_tokenizer(folder: Path, rows: int, *, encodes: bool = False) -> FileTok
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"{folder}: llama.cpp has no tokenizer like {type(tokenizer).__name__}")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    values = (write_pieces if encodes and content["model"]["type"] == "WordPiece" else _content)(content, rows, folder)
+    of_encoders = {"WordPiece": write_pieces, "Unigram": write_unigram} if encodes else {}
+    values = of_encoders.get(content["model"]["type"], _content)(content, rows, folder)
     config, generation = (read_json_object(file) if file.is_file() else {} for file in map(folder.joinpath, _CONFIGS))
     stated = _ends(generation if "eos_token_id" in generation else config)
     ends = [] if encodes else [end for end in stated if end < rows]
@@ -279,20 +281,14 @@ def _content(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[str, 
     return {f"tokenizer.ggml.{key}": value for key, value in content.items()}
 
 
-def _steps(step: Mapping[str, Any] | None, many: str) -> list[Mapping[str, Any]]:
-    if step is None:
-        return []
-    return [inner for each in step[many] for inner in _steps(each, many)] if step["type"] == "Sequence" else [step]
-
-
 def _pre_tokenizer(tokenizer: Mapping[str, Any], where: Path) -> str:
     """The name of the expressions that split a text into words."""
-    for step in _steps(tokenizer.get("normalizer"), "normalizers"):
+    for step in steps_of(tokenizer.get("normalizer"), "normalizers"):
         if step["type"] != "NFC":  # llama.cpp leaves it out of all tokenizers, as of those of Qwen
             raise UserError(f"{where}: llama.cpp has no normalizer {step['type']} for this kind of tokenizer")
     expressions: list[str] = []
     in_bytes = False
-    for step in _steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+    for step in steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if in_bytes and "bytes" not in expressions:
             expressions.append("bytes")
         if step["type"] == "ByteLevel":
@@ -318,12 +314,12 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], where: Path) -> str:
 def _puts_space_first(tokenizer: Mapping[str, Any], where: Path) -> bool:
     """Whether a tokenizer of pieces puts a space before a text."""
     prefix = False
-    for step in _steps(tokenizer.get("normalizer"), "normalizers"):
+    for step in steps_of(tokenizer.get("normalizer"), "normalizers"):
         if step["type"] == "Prepend" and step["prepend"] == _SPACE:
             prefix = True
         elif step["type"] != "Replace" or step["pattern"].get("String") != " " or step["content"] != _SPACE:
             raise UserError(f"{where}: llama.cpp has no normalizer {step['type']} for this kind of tokenizer")
-    for step in _steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+    for step in steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] == "Metaspace" and step.get("replacement") == _SPACE:
             prefix = step.get("prepend_scheme", "always") in ("first", "always")
         elif step["type"] != "Split" or step["pattern"].get("String") != " ":

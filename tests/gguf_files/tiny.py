@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
+from zlib import decompress
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ckpt_prune
@@ -95,6 +97,18 @@ STATES_2 = STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 4, "chunk_size":
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
 
 
+TABLE = (
+    "eNol0wWQ10UUAOAfDDDcwRGCdKqEkndwAtJgjDRKd7cSIg3SJaF0l3R3d8PQoJSglHR3Cd8fduabtztv583OvLdBrCAIMgRBWFgQ"
+    "hMcOQqtnHCJSBsEm55j2UkFc4hFOBPFJSAISk4gkfMCHJCU5yVAqSEFqUpGWNKQnHRnfPyH4mI/IxCdkITOfkpVsfEYOspOLnESS"
+    "mzxEEU1e8vE5BchPQb6gMIUoShGKU4ySlOArvuQbvubb0J3oGEFpsRRlKUN5ylGRCnzPd1SmElWpQnWqUZMa1KYWdalDferRkAY0"
+    "phFNaUJzmtGSFvxAK1rzI21pw0+042fa05EOdKYTXelCd7rxCz3oFWo6fehNP/oygP4MYiC/MpihDGE4w/id3xjJCEYzirGMYTzj"
+    "mMgEJjOJqUxhOtP4gxnMYiZzmM085rKA+SxiIUtYzDKWsoLlrGIla1jNOtaygfVsYiNb2Mw2trKD7exiJ3vYzT72hnI7YwT7xYMc"
+    "4DCHOMoRjnOMPznBSf7iNKc4yxnO8Tf/cJ4L/MslLnKFy1zlP65zjZvc4Da3uMsd7nOPhzzgMY94yhOe84yXvOA1r3jD/+/+XmSu"
+    "KFP4FiqUhBg="
+)
+"""Compressed: what SentencePiece makes of five rules of normalization."""
+
+
 def save(folder: Path, model_type: str, auto: Any = AutoModelForCausalLM, **changes: Any) -> Path:
     """A random model of a family, its norms and biases random too."""
     sizes = {key: value for key, value in {**SIZES, **changes}.items() if value != ABSENT}
@@ -139,6 +153,22 @@ def save_pieces(folder: Path, **normalizer: Any) -> None:
     pieces.add_special_tokens(words[:5])
     named = {"unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]", "sep": "[SEP]", "cls": "[CLS]"}
     fast = PreTrainedTokenizerFast(tokenizer_object=pieces, **{f"{key}_token": token for key, token in named.items()})
+    fast.save_pretrained(folder)
+
+
+def save_unigram(folder: Path) -> None:
+    """Give a model a Unigram tokenizer as XLM-R's, whose table makes a of A, and 1/2 of one character."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁def", "▁return", "ab", "re", "n", *map(chr, range(33, 110))]
+    pieces: list[tuple[str, float]] = [(word, -(index % 7) - 1.0) for index, word in enumerate(dict.fromkeys(words))]
+    stored = Tokenizer(models.Unigram([*pieces, ("<mask>", 0.0)], unk_id=3, byte_fallback=False))
+    stored.normalizer = normalizers.Precompiled(decompress(b64decode(TABLE)))
+    around = pre_tokenizers.Metaspace("▁", "always")
+    stored.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), around])
+    stored.decoder = decoders.Metaspace("▁", "always")
+    ends = [("<s>", 0), ("</s>", 2)]
+    stored.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    named = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=stored, **{f"{key}_token": token for key, token in named.items()})
     fast.save_pretrained(folder)
 
 

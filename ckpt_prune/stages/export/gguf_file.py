@@ -72,7 +72,8 @@ class GgufExport:
         check_rounding(kinds, weighted=live is not None)
         place = source.checkpoint.path
         if source.checkpoint.rewritten:  # fewer tokens: llama.cpp has their tokenizer if it has that of all
-            read_tokenizer(place, config_of(place, trust=job.trust).get_text_config().vocab_size)
+            rows = config_of(place, trust=job.trust).get_text_config().vocab_size
+            read_tokenizer(place, rows, encodes=layout.architecture.encodes)
         elif source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             read_tokenizer(place, layout.values["vocab_size"], encodes=layout.architecture.encodes)
             dense = DenseSource(source.checkpoint.name, place)
