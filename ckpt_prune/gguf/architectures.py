@@ -906,7 +906,7 @@ ARCHITECTURES = (
                  module.replace("mlp", "block_sparse_moe"): tensor
                  for module, tensor in (GATED | SHARED_ALWAYS).items()} | {
                  "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, latent="apart",
-                 linear="ssm_f_a", same={"linear_num_heads": "num_attention_heads"},
+                 linear="ssm_f_a", same={"linear_num_heads": "num_attention_heads"}, absent=dict.fromkeys(_GROUPS),
                  hybrid="kv_heads", unrotated=True, leading="mlp_layer_types", values=_SCALED,
                  only=_SILU | _UNTIED | {"norm_topk_prob": (True,), "q_lora_rank": (None,)},
                  widths=_WIDTH, constants=_SIGMOID, counts=_CHOSEN | _GROUPS | {
