@@ -62,6 +62,8 @@ _TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
 _POSITIONS = "position_embd"
 _MIXERS = ("shortconv.", "ssm_")
 """Beginnings of names of what mixes tokens without attention."""
+LONGROPE = ("phi3", "minicpm3")
+"""Architectures that have divisors of rotary frequencies for long and for short texts."""
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | dict.fromkeys(
@@ -1090,11 +1092,11 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
             values.pop("rope.scaling.attn_factor", None)
     elif kind == "llama3" and architecture.table:
         tables["rope_freqs"] = llama3_divisors(parameters, rotated)
-    elif kind == "longrope" and architecture.name in ("phi3", "minicpm3"):
+    elif kind == "longrope" and architecture.name in LONGROPE:
         original = int(_number({_ORIGINAL: parameters.get(_ORIGINAL) or source.value(_ORIGINAL)}, _ORIGINAL))
-        scale = max(1.0, int(source.value("max_position_embeddings")) / original)
         values["rope.scaling.original_context_length"] = original
-        values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
+        longest = int(source.value("max_position_embeddings"))
+        values["rope.scaling.attn_factor"] = longrope_scale(longest, original)
         tables |= {f"rope_factors_{name}": torch.tensor(parameters[f"{name}_factor"]) for name in ("long", "short")}
     elif kind == "dynamic" and architecture.name.startswith("hunyuan") and parameters.get("alpha"):
         values["rope.freq_base"] *= _number(parameters, "alpha") ** (rotated / (rotated - 2))
@@ -1146,6 +1148,11 @@ def _number(parameters: Mapping[str, Any], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CannotMapError(f"rope_parameters of config.json has {key} {str(value)[:40]!r}: it is a number above 0")
     return float(value)
+
+
+def longrope_scale(context: int, original: int) -> float:
+    """Return what queries and keys are multiplied by, by how much longer texts may be than at first."""
+    return math.sqrt(1 + math.log(max(1.0, context / original)) / math.log(original))
 
 
 def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:

@@ -35,7 +35,7 @@ from ckpt_prune.gguf.architectures import (
 from ckpt_prune.gguf.encoders import CAUSAL_KEY, TOKEN_TYPES, texts_of_pooling
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
-from ckpt_prune.gguf.layout import llama3_divisors
+from ckpt_prune.gguf.layout import LONGROPE, llama3_divisors, longrope_scale
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
 from ckpt_prune.gguf.orders import (
     DeltaHeads,
@@ -67,6 +67,10 @@ _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bf
 _CARD = {"license": "license", "license_name": "license.name", "license_link": "license.link", "language": "languages"}
 _IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9][0-9]{0,3})\.(?P<tensor>.+)")
 _LLAMA3_TABLE = "rope_freqs.weight"
+_LONGROPE_TABLES = {f"{name}_factor": f"rope_factors_{name}.weight" for name in ("long", "short")}
+"""Setting of rotary positions for long and for short texts → tensor."""
+_READ_TABLES = {"llama3": (_LLAMA3_TABLE,), "longrope": tuple(_LONGROPE_TABLES.values())}
+"""Kind of rotary positions → tensors that config.json says."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Rotary settings that all Llama 3 models share. A file holds only factors that follow from them."""
 _SIZES = ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
@@ -306,6 +310,10 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
     config |= latent | per_block
+    if (
+        original := config["rope_parameters"].get("original_max_position_embeddings")
+    ) and architecture.name in LONGROPE:
+        config["original_max_position_embeddings"] = original  # classes differ in where they look
     if architecture.unrotated:
         del config["rope_parameters"]
         keys.others("rope.")
@@ -587,6 +595,8 @@ def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int)
     kind = keys.take("rope.scaling.type") or "linear"
     factor = keys.decimal("rope.scaling.factor", 0) or keys.decimal("rope.scale_linear", 0) or 1.0
     has_table = architecture.table and _LLAMA3_TABLE in file.tensors
+    if architecture.name in LONGROPE and file.tensors.keys() & set(_LONGROPE_TABLES.values()):
+        return parameters | _longrope(file, keys, rotated)
     if kind == "yarn" and architecture.name in _YARN and not has_table and factor >= 1:
         # Published models of gpt-oss do not round the bounds of YaRN, as llama.cpp does.
         others: dict[str, Any] = {"truncate": False} if architecture.name == "gpt-oss" else {}
@@ -597,6 +607,22 @@ def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int)
     if kind == "linear" and not has_table:
         return parameters | {"rope_type": "linear", "factor": factor}
     raise keys.refuse("rope.scaling.type", f"a way to scale rotary positions that is not converted in {keys.prefix}")
+
+
+def _longrope(file: GgufFile, keys: Keys, rotated: int) -> dict[str, Any]:
+    """Settings with divisors of their own for texts that are longer than those that a model was first trained on."""
+    shapes = {file.tensors[name].shape if name in file.tensors else () for name in _LONGROPE_TABLES.values()}
+    if shapes != {(rotated // 2,)}:
+        raise UserError(
+            f"{file.path}: {' or '.join(_LONGROPE_TABLES.values())} has other rotary pairs; download it again"
+        )
+    context = keys.number("context_length")
+    original = keys.number("rope.scaling.original_context_length", context, least=2)
+    scale, expected = keys.decimal("rope.scaling.attn_factor", 1.0), longrope_scale(context, original)
+    if not math.isclose(scale, expected, rel_tol=1e-3):
+        raise keys.refuse("rope.scaling.attn_factor", f"and such positions are scaled by {expected:.6g}")
+    tables = {setting: file.read(name).tolist() for setting, name in _LONGROPE_TABLES.items()}
+    return tables | {"rope_type": "longrope", "original_max_position_embeddings": original}
 
 
 def _yarn(keys: Keys, factor: float, architecture: Architecture) -> dict[str, Any]:
@@ -743,7 +769,7 @@ def _tensors(
             weight = GgufWeight((1,), partial(torch.tensor, [number]))
             found.setdefault(f"{layers}.{place}.", {})[scalar] = weight
     for name, info in file.tensors.items():
-        if name == _LLAMA3_TABLE and config.get("rope_parameters", {}).get("rope_type") == "llama3":
+        if name in _READ_TABLES.get(str((config.get("rope_parameters") or {}).get("rope_type")), ()):
             continue
         base, _, kind = name.rpartition(".")
         inside = _IN_BLOCK.fullmatch(name)

@@ -305,6 +305,7 @@ FAMILIES = {
     "exaone": ("exaone", {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
     "llama4_text": ("llama4_text", LLAMA_4),
     "minicpm3": ("minicpm3", FEW | LATENT | {"scale_emb": 5, "scale_depth": 2.0, "dim_model_base": 16}),
+    "minicpm3-longrope": ("minicpm3", FEW | LATENT | LONGROPE),
     "helium": ("helium", FEW | {"head_dim": 8}),
     "cwm": ("cwm", FEW | {"sliding_window": 20, "head_dim": 16}),
     "ministral": ("ministral", FEW | {"sliding_window": 20, "head_dim": 16}),

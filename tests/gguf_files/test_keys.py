@@ -98,6 +98,12 @@ REFUSED = {
     "other experts": ("qwen3_moe", {}, {"expert_count": 4}, "exps.weight has 5 experts, and others have not"),
     "no attention": ("lfm2", {}, {"attention.head_count_kv": [0] * 6}, "attention.head_count_kv has other blocks"),
     "no chunks": ("llama4_text", {}, {"attention.sliding_window": 0}, "sliding_window is '0', and no class"),
+    "a scale of long texts": (
+        "phi3-longrope",
+        {},
+        {"rope.scaling.attn_factor": 2.0},
+        "such positions are scaled by 1.06066",
+    ),
     "another scale": ("llama", {}, {"attention.scale": 0.5}, "attention.scale is '0.5', and no class"),
     "a scaled table": ("llama-llama3", {}, {"rope.scaling.factor": 2.0}, "is missing, a way to scale rotary"),
     "a part of a head": ("llama", {}, {"rope.dimension_count": 4}, "rope.dimension_count is '4', and llama rotates"),

@@ -25,7 +25,6 @@ from tests.gguf_files.tiny import proving, save
 from tests.pairs import every
 
 UNREAD = {
-    *("phi3-longrope", "phi3"),  # scaled rotary positions; a window that llama.cpp ignores
     "hunyuan-dynamic",
     "granite-4-experts",  # a granitemoeshared computes it
     *(
