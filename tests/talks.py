@@ -43,6 +43,7 @@ READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "gemma4": ("Gemma4", "Gemma4ImageProcessor", GEMMA4, {}, ("<boi>", "<eoi>", "<img>", "<sound>", "<boa>", "<eoa>")),
     "paligemma": ("PaliGemma", "SiglipImageProcessor", {"size": SIDE, "image_seq_length": 9}, {}, ("<image>",)),
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
+    "qwen2_vl": ("Qwen2VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "qwen3_vl": ("Qwen3VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "llava": ("Llava", "CLIPImageProcessor", CROP, LLAVA, ("<image>",)),
     "llava_next": ("LlavaNext", "LlavaNextImageProcessor", CROP | TILES, LLAVA, ("<image>",)),
@@ -64,6 +65,7 @@ first."""
 NEEDS = {"smolvlm": "num2words", "mistral3": "torchvision"}
 """Packages that a processor's own module imports, and this package does not."""
 MARKS = {
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",

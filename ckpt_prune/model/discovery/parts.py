@@ -125,7 +125,7 @@ def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = 
         module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
         names = {name for name, each in vars(module).items() if getattr(each, "config_class", None) is config_class}
         classes = [(auto, name) for auto, stock in stocks.items() for name in sorted(names & {*stock.values()})]
-        classes = classes or [(autos[-1], name) for name in declared if name in names]
+        classes = classes or [("AutoModel", name) for name in declared if name in names]
     if not classes:
         raise UserError(
             f"transformers {transformers.__version__} has no model of text or images for config.json of type "

@@ -57,7 +57,7 @@ OTHER = Sizes(
 KEYS: dict[str, str] = {
     "hidden": r"hidden_size|d_model|n_embd|embedding_dim|emb_dim|embedding_size|word_embed_proj_dim|"
     r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim|"
-    r"adapter_(in|out|input)_(dim|size)|intra_bottleneck_size|true_hidden_size",
+    r"adapter_(in|out|input)_(dim|size)|intra_bottleneck_size|true_hidden_size|embed_dim",
     "mlp": r"intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|(de|en)coder_ffn_dim|block_ff_dim|dff|dim_ff|"
     r"d_inner|feed_forward_size",
     "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size|dense_intermediate_size",
