@@ -58,8 +58,8 @@ def hook_inputs(whole: PreTrainedModel, samples: ImageTextWindows, paths: list[s
             whole(**samples.whole_inputs(row), use_cache=False)
     for handle in handles:
         handle.remove()
-    counted = samples.counted(slice(len(samples)))
-    kept = slice(None) if counted is None else counted.flatten()
+    lengths = torch.full((len(samples),), samples.tokens) if samples.lengths is None else samples.lengths
+    kept = torch.cat([torch.arange(samples.tokens) < length for length in lengths])
     return {path: torch.cat(parts)[kept] for path, parts in seen.items()}
 
 
