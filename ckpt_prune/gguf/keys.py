@@ -31,6 +31,7 @@ MODEL_WITHOUT_EFFECT = {
     "rope.scaling.finetuned": "a note for people, but in granite",
     "rope.scaling.original_context_length": "of scaled rotary positions, where it is taken",
     "use_parallel_residual": "llama.cpp looks for the norm in between",
+    "activation_sparsity_scale": "llama.cpp knows by heart what blocks of gemma3n keep",
     "n_deepstack_layers": "of images, which come with a second file",
     "attention.layer_norm_epsilon": "of norms of the other kind",
     "attention.layer_norm_rms_epsilon": "of norms of the other kind",

@@ -30,6 +30,7 @@ from ckpt_prune.gguf.architectures import (
     NORMED,
     QUERY,
     SHARED_WIDTH,
+    VALUE,
     Architecture,
 )
 from ckpt_prune.gguf.encoders import CAUSAL_KEY, TOKEN_TYPES, texts_of_pooling
@@ -75,6 +76,14 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Rotary settings that all Llama 3 models share. A file holds only factors that follow from them."""
 _SIZES = ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
 _MOST_BLOCKS = _MOST_EXPERTS = 512
+_UNTURNED = 1e29
+"""Divisors of rotary pairs that do not turn are larger."""
+_LOCAL, _FULL = "sliding_attention", "full_attention"
+_SHARED = "attention.shared_kv_layers"
+_OPTIONAL = ("embedding_length_per_layer_input", "altup.active_idx", _SHARED)
+"""Counts that may be 0, as they are where a file has none."""
+_TWO_BASES = ("gemma3", "gemma3n")
+"""Architectures whose windows have a rotary base of their own."""
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
 _YARN = (
@@ -242,7 +251,7 @@ def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.values.get("general.architecture")
-    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if not each.shares]
+    known = (*ARCHITECTURES, *DIFFERENT)
     candidates = [each for each in known if each.name == name]
     if not candidates:
         convertible = ", ".join(sorted({each.name for each in known}))
@@ -289,10 +298,13 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     if rows is None or len(rows.shape) != 2:
         raise UserError(f"{file.path}: there is no token_embd.weight; download it again")
     latent = _latents(keys, architecture) if architecture.latent else {}
-    head_dim = latent.get("qk_rope_head_dim") or keys.number("attention.key_length", hidden // heads, least=2)
+    two_sizes = architecture.shares and architecture.differs
+    per_block |= _two_sizes(file, keys, architecture, blocks) if two_sizes else {}
+    head_dim = latent.get("qk_rope_head_dim") or per_block.get("head_dim")
+    head_dim = head_dim or keys.number("attention.key_length", hidden // heads, least=2)
     if architecture.value_rows:
         per_block[architecture.value_rows] = keys.number("attention.value_length", hidden // heads)
-    elif not latent and keys.number("attention.value_length", hidden // heads) != head_dim:
+    elif not (latent or two_sizes) and keys.number("attention.value_length", hidden // heads) != head_dim:
         raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
     classes = MODEL_MAPPING_NAMES if architecture.encodes else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     config: dict[str, Any] = {
@@ -300,14 +312,14 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": rows.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": 0 if architecture.single else keys.number("feed_forward_length"),
+        "intermediate_size": 0 if architecture.single or two_sizes else keys.number("feed_forward_length"),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_dim,
         architecture.context: keys.number("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, keys, architecture, head_dim),
+        "rope_parameters": {} if two_sizes else _rope(file, keys, architecture, head_dim),
     }
     config |= latent | per_block
     if (
@@ -334,7 +346,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     elif architecture.hybrid == "kv_heads":
         config |= _mixers(keys, blocks, "conv" if "shortconv.l_cache" in architecture.counts else "linear_attention")
         config |= {"num_key_value_heads": heads} if latent else {}
-    elif not latent and not architecture.apart:
+    elif not (latent or architecture.apart or two_sizes):
         config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
     if architecture.hybrid == "interval":
         config["layer_types"] = _attending(keys, blocks)
@@ -364,6 +376,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     _add_counts(keys, architecture, config)
     _add_biases(file, config)
     _add_windows(keys, architecture, config)
+    if architecture.shares:
+        _add_shared_keys(file, keys, architecture, config)
     rotated = keys.number("rope.dimension_count", head_dim)
     neutral: dict[str, tuple[Any, ...]] = {
         "attention.key_length_swa": (head_dim,),
@@ -466,6 +480,81 @@ def _heads(keys: Keys, blocks: int) -> dict[str, Any]:
     return listed | {"num_attention_heads": queries[0], "num_key_value_heads": min(shared)}
 
 
+def _two_sizes(file: GgufFile, keys: Keys, architecture: Architecture, blocks: int) -> dict[str, Any]:
+    """What blocks of a Gemma 4 that see a window have of their own, and those that see all tokens."""
+    local = _local_blocks(keys, blocks, architecture)
+    counts = keys.take("attention.head_count_kv")
+    counts = counts if isinstance(counts, list) else [counts] * blocks
+    widths, groups = dict[bool, int](), dict[bool, Any]()
+    for is_local, end in ((False, ""), (True, "_swa")):
+        widths[is_local] = size = keys.number(f"attention.key_length{end}", least=2)
+        if keys.number(f"attention.value_length{end}", size) != size:
+            raise keys.refuse(f"attention.value_length{end}", f"and heads of keys have {size}: no class has both")
+        if keys.number(f"rope.dimension_count{end}", size) != size:
+            raise keys.refuse(f"rope.dimension_count{end}", f"and heads have {size}, all of which are counted")
+        found = {count for count, own in zip(counts, local, strict=False) if own == is_local}
+        if len(counts) != blocks or len(found) != 1 or not all(type(each) is int and each > 0 for each in found):
+            raise keys.refuse("attention.head_count_kv", "and blocks of a kind have one number; download it again")
+        groups[is_local] = found.pop()
+    own: dict[str, Any] = {"head_dim": widths[False]}
+    own |= {"num_key_value_heads": groups[False]} if groups[False] != groups[True] else {}
+    values = [f"blk.{block}.attn_v.weight" in file.tensors for block in range(blocks) if not local[block]]
+    return {
+        "head_dim": widths[True],
+        "num_key_value_heads": groups[True],
+        "per_layer_config": {str(block): own for block in range(blocks) if not local[block]},
+        "attention_k_eq_v": not any(values),
+        "rope_parameters": {
+            _FULL: _partly_turned(file, keys, widths[False]),
+            _LOCAL: {"rope_type": "default", "rope_theta": keys.decimal("rope.freq_base_swa")},
+        },
+    }
+
+
+def _partly_turned(file: GgufFile, keys: Keys, head_dim: int) -> dict[str, Any]:
+    """Rotary settings of heads of which a table says that the first pairs alone turn: it divides others by 1e30."""
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.decimal("rope.freq_base")}
+    if _LLAMA3_TABLE not in file.tensors:
+        return parameters
+    table = file.read(_LLAMA3_TABLE)
+    turning = int((table < _UNTURNED).sum())
+    factor = float(table[0]) if turning else 0.0
+    if tuple(table.shape) != (head_dim // 2,) or factor <= 0 or not bool((table[:turning] == factor).all()):
+        raise UserError(f"{file.path}: {_LLAMA3_TABLE} is not that of a Gemma 4, and is not converted")
+    if turning == len(table) and factor == 1:
+        return parameters
+    share = {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / head_dim}
+    return parameters | share | ({"factor": factor} if factor != 1 else {})
+
+
+def _add_shared_keys(file: GgufFile, keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
+    """What else models have whose last blocks read keys and values of others: MLPs, and inputs of each block."""
+    blocks, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    if rows := file.tensors.get("per_layer_token_embd.weight"):
+        config["vocab_size_per_layer_input"] = rows.shape[0]
+    if shared >= blocks or (shared and config["layer_types"][: blocks - shared][-2:] != [_LOCAL, _FULL]):
+        raise keys.refuse(_SHARED, "and no class reads keys and values of the same blocks as llama.cpp")
+    if architecture.owners and shared != max(0, blocks - architecture.owners):
+        raise keys.refuse(_SHARED, f"and llama.cpp computes keys and values in the first {architecture.owners} blocks")
+    if architecture.sparse:
+        sparse = min(architecture.sparse, blocks)
+        config["activation_sparsity_pattern"] = [0.95] * sparse + [0.0] * (blocks - sparse)
+        config["intermediate_size"] = [config["intermediate_size"]] * blocks
+        return
+    widths = keys.take("feed_forward_length")
+    widths = widths if isinstance(widths, list) else [widths] * blocks
+    narrow, wide = ({*part} for part in (widths[: blocks - shared], widths[blocks - shared :]))
+    usual, is_double = next(iter(narrow)), bool(wide - narrow)
+    is_one = len(widths) == blocks and len(narrow) == 1 and type(usual) is int and usual > 0
+    if not is_one or (is_double and wide != {2 * usual}):
+        raise keys.refuse(
+            "feed_forward_length",
+            "and its class has MLPs of one width, or twice as wide ones in blocks that read keys of others; prune the "
+            "checkpoint that it was made from",
+        )
+    config |= {"intermediate_size": usual, "use_double_wide_mlp": is_double}
+
+
 def _mixers(keys: Keys, blocks: int, other: str) -> dict[str, Any]:
     """Which blocks have attention, those with heads of keys and values; the others are of type `other`."""
     counts = _some_blocks(keys, "attention.head_count_kv", blocks)
@@ -529,7 +618,10 @@ def _add_counts(keys: Keys, architecture: Architecture, config: dict[str, Any]) 
     for key, target in {**architecture.counts, **architecture.widths}.items():
         if key in architecture.absent and keys.take(key) is None:
             continue
-        value = keys.number(key, least=0 if "shared" in key else 1)
+        is_optional = key in _OPTIONAL
+        value = keys.number(key, 0 if is_optional else None, least=0 if is_optional or "shared" in key else 1)
+        if value not in architecture.only.get(target, (value,)):
+            raise keys.refuse(key, f"and llama.cpp computes {architecture.only[target][0]}")
         if key == "expert_count" and value > _MOST_EXPERTS:
             raise keys.refuse(key, f"and llama.cpp takes {_MOST_EXPERTS} at most; download it again")
         if target:
@@ -722,13 +814,15 @@ def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any])
     config["sliding_window"] = window or config["max_position_embeddings"]
     config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
     rope = config["rope_parameters"]
+    if _FULL in rope:
+        return
     if architecture.bases:
         turned = keys.entries("attention.rope_pattern", bool, [True] * blocks)
         config[architecture.bases] = [rope["rope_theta"] * each for each in turned]
-    theta = keys.decimal("rope.freq_base_swa", 10000.0 if architecture.name == "gemma3" else rope["rope_theta"])
+    theta = keys.decimal("rope.freq_base_swa", 10000.0 if architecture.name in _TWO_BASES else rope["rope_theta"])
     if not theta:
         raise keys.refuse("rope.freq_base_swa", "and positions are divided by its powers; download it again")
-    own_base = architecture.name in ("gemma3", "modern-bert") or architecture.local
+    own_base = architecture.name in (*_TWO_BASES, "modern-bert") or architecture.local
     if own_base or architecture.model_type in ("olmo3", "mellum"):
         nearby: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         if architecture.local:
@@ -764,12 +858,15 @@ def _tensors(
     if architecture.joined and architecture.halves:
         inner["ffn_up"] = next(iter(architecture.halves)).removesuffix(".weight")
     found: dict[str, dict[str, GgufWeight]] = {}
+    owners = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
     for scalar, key in architecture.scalars.items():
         for place, number in enumerate(_numbers(file, key, config["num_hidden_layers"])):
             weight = GgufWeight((1,), partial(torch.tensor, [number]))
             found.setdefault(f"{layers}.{place}.", {})[scalar] = weight
     for name, info in file.tensors.items():
-        if name in _READ_TABLES.get(str((config.get("rope_parameters") or {}).get("rope_type")), ()):
+        rope = config.get("rope_parameters") or {}
+        read = _READ_TABLES.get(str(rope.get("rope_type")), ())
+        if name in read or (name == _LLAMA3_TABLE and architecture.shares and _FULL in rope):
             continue
         base, _, kind = name.rpartition(".")
         inside = _IN_BLOCK.fullmatch(name)
@@ -783,6 +880,8 @@ def _tensors(
         if architecture.fused and name.endswith(f".attn_qkv.{kind}"):
             module = architecture.fused
         tensor = whole or f"{module}.{kind}"
+        if inside and int(inside["block"]) >= owners and module in (KEY, VALUE, "self_attn.k_norm"):
+            continue  # of blocks that read those of others
         if whole is None and (module is None or kind not in ("weight", "bias")):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
         weight = GgufWeight(info.shape, partial(file.read, name))
@@ -794,14 +893,14 @@ def _tensors(
             weight = weight.pair_neighbours(heads, round(share * info.shape[0] / heads), back=True)
         if module == architecture.fused and module:
             weight = weight.take(0, _fused_rows(file, name, architecture, config))
-        if base.endswith("_exps"):
+        if base.endswith("_exps") and len(info.shape) > 1:
             if info.shape[0] != config[architecture.counts["expert_count"]]:
                 raise UserError(
                     f"{file.path}: {name} has {info.shape[0]} experts, and others have not; download it again"
                 )
-            # One is read at a time.
-            reads = (partial(file.read, name, place) for place in range(info.shape[0]))
-            weight = GgufWeight.stack([GgufWeight(info.shape[1:], read) for read in reads])
+            weight = _stack(file, name)
+        elif not inside and len(info.shape) == 3:
+            weight = _stack(file, name)
         if architecture.state_space and name.endswith(".ssm_norm.weight"):
             weight = weight.apply(lambda tensor: tensor.flatten(), (math.prod(info.shape),))
         if name.endswith(".ssm_a"):
@@ -834,6 +933,13 @@ def _fused_rows(file: GgufFile, name: str, architecture: Architecture, config: M
     return torch.cat([*rows_of_fused(heads, kv_heads, dim, grouped=architecture.grouped)]).argsort()
 
 
+def _stack(file: GgufFile, name: str) -> GgufWeight:
+    """Return a tensor of several matrices, of which one is read at a time."""
+    shape = file.tensors[name].shape
+    reads = (partial(file.read, name, place) for place in range(shape[0]))
+    return GgufWeight.stack([GgufWeight(shape[1:], read) for read in reads])
+
+
 def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str, GgufWeight]]:
     """Yield a tensor under the names that its class saves it: a stack of all experts, or each of them."""
     module, _, kind = name.rpartition(".")
@@ -850,6 +956,8 @@ def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str
         is_turned = getattr(owner, "is_transposed", False) or shapes[0][2] != shapes[-1][1]
         is_turned = is_turned and kind == "weight"
         yield bare, weight.transpose() if is_turned else weight
+    elif f"{module}.0.{kind}" in names.shapes:
+        yield from ((f"{module}.{place}.{kind}", part) for place, part in enumerate(weight.parts))
     else:
         experts, _, linear = module.rpartition(".")
         yield from ((f"{experts}.{place}.{linear}.{kind}", part) for place, part in enumerate(weight.parts))

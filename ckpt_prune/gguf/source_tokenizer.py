@@ -39,6 +39,7 @@ _IDS = {
     "gpt2": {"bos": 11, "eos": 11},
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "gemma4": {},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
 }
 """Model of a tokenizer → the tokens that llama.cpp takes where a file names none."""
@@ -82,7 +83,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
     types = _types(keys, tokens)
     encodes = is_encoder(values)
     if model not in _IDS or (model in ("bert", "t5") and not encodes):
-        raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2 and llama are)")
+        raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2, llama and gemma4 are)")
     if model == "bert":
         tokens = unmark_pieces(tokens, types)
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
@@ -97,6 +98,8 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
         tokenizer = _of_words(keys, vocabulary, pre)
     elif model == "t5":
         tokenizer = read_unigram(keys, tokens, ids["unknown"])
+    elif model == "gemma4":
+        tokenizer = _of_listed_pieces(keys, vocabulary, names["unknown"])
     elif model == "bert":
         tokenizer = _of_word_pieces(keys, vocabulary, names["unknown"])
     else:
@@ -108,7 +111,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
         added = AddedToken(token, normalized=False, special=not is_text, rstrip=rstrip)
         (tokenizer.add_tokens if is_text else tokenizer.add_special_tokens)([added])
     flags = {
-        "bos": keys.flag("ggml.add_bos_token", model == "llama" or pre in _WHOLE_WORDS) or model == "bert",
+        "bos": keys.flag("ggml.add_bos_token", model == "llama" or pre in _WHOLE_WORDS) or model in ("bert", "gemma4"),
         "eos": keys.flag("ggml.add_eos_token", False) or model == "bert",
     }
     if around := {key: names[key] for key, wanted in flags.items() if wanted and names[key] is not None}:
@@ -183,9 +186,7 @@ def _templates(keys: Keys) -> dict[str, str]:
 
 def _of_words(keys: Keys, vocabulary: Mapping[str, int], pre: Any) -> Tokenizer:
     """A tokenizer that merges the bytes of words by a list."""
-    merges = [cut_merge(merge) for merge in keys.entries("ggml.merges", str)]
-    if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()]:
-        raise UserError(f"{keys.where}: the merge {str(wrong[0])[:60]} is not of tokens; download it again")
+    merges = _listed_merges(keys, vocabulary)
     keys.take("ggml.scores"), keys.take("ggml.add_space_prefix")  # of the other model of tokenizers
     name = _LIKE.get(pre, pre) if isinstance(pre, str) else pre
     expressions = next((steps for steps, names in PRE_TOKENIZERS.items() if names == name), None)
@@ -209,6 +210,24 @@ def _of_word_pieces(keys: Keys, vocabulary: Mapping[str, int], unknown: str | No
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _listed_merges(keys: Keys, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = [cut_merge(merge) for merge in keys.entries("ggml.merges", str)]
+    if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()]:
+        raise UserError(f"{keys.where}: the merge {str(wrong[0])[:60]} is not of tokens; download it again")
+    return merges
+
+
+def _of_listed_pieces(keys: Keys, vocabulary: Mapping[str, int], unknown: str | None) -> Tokenizer:
+    """A tokenizer that merges pieces by a list, lines and the ends between them each by itself."""
+    merges = _listed_merges(keys, vocabulary)
+    keys.take("ggml.scores"), keys.take("ggml.add_space_prefix")  # of the other model of pieces
+    tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 

@@ -42,7 +42,7 @@ def find_stops(values: Mapping[str, Any]) -> set[int]:
     """Return the ids at which llama.cpp ends a text, by the keys of a file and the texts of its tokens."""
     tokens: Sequence[str] = values["tokenizer.ggml.tokens"]
     stops = {index for index, token in enumerate(tokens) if token in ENDS}
-    default = {"eos": _DEFAULT_END[values["tokenizer.ggml.model"]]}
+    default = {"eos": _DEFAULT_END.get(values["tokenizer.ggml.model"])}
     named = (values.get(f"tokenizer.ggml.{key}_token_id", default.get(key)) for key in ("eos", *OTHER_ENDS))
     stops |= {index for index in named if index is not None and index < len(tokens)}
     texts = {tokens[index] for index in stops}

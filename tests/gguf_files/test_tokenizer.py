@@ -16,6 +16,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, read_tokenizer
+from tests.gguf_files.test_source import edit_file
 from tests.gguf_files.tiny import DEMO, TEXT, WINDOWED, proving, save
 from tests.pairs import every
 
@@ -193,6 +194,36 @@ def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, extr
     chat = [{"role": "user", "content": "Hi"}]
     options = {"tokenize": False, "add_generation_prompt": True}
     assert ours.apply_chat_template(chat, **options) == theirs.apply_chat_template(chat, **options)
+
+
+def test_pieces_that_a_file_lists_merges_of_are_read(tmp_path):
+    """Gemma 4's published files: llama.cpp's own converter writes merges, and pieces of spaces as they are."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    folder = like_gemma(tmp_path / "model")
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    stored = open_gguf(tmp_path / "m.gguf").values
+    tokens = [token.replace(" ", "▁") for token in stored["tokenizer.ggml.tokens"]]
+    pairs = zip(tokens, stored["tokenizer.ggml.token_type"], strict=True)
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    changes = {
+        "model": "gemma4",
+        "pre": None,
+        "merges": [" ".join(merge) for merge in merges],
+        "tokens": tokens,
+        "token_type": [1 if {*token} == {"▁"} else kind for token, kind in pairs],
+    }
+    file = edit_file(
+        tmp_path / "m.gguf", tmp_path / "listed.gguf", **{f"tokenizer.ggml.{key}": own for key, own in changes.items()}
+    )
+    ckpt_prune.convert(file, output=tmp_path / "back")  # llama.cpp splits texts so, too
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "back", folder))
+    for text in (
+        TEXT[:400],
+        " two  spaces   three\n\n\t12345 ",
+        "e\u0301t\u00e9 \U0001f600 \u4f60\u597d",
+        "a<mask>b\n\n\nx",
+    ):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
 
 
 PUBLISHED = [
