@@ -270,9 +270,10 @@ def convert(options: ConvertOptions) -> "Conversion":
 
     Or MODEL is a folder with a LoRA adapter of peft's. The output is its base model with the adapter merged.
 
-    Or MODEL is a GGUF file of a model that generates text. The output has its tokenizer and chat templates. Rounded
-    weights become float16. If llama.cpp is installed, it runs the file on a text and PyTorch the output: tokens, KL
-    divergence, top-1 and perplexity. If they compute something else, nothing is kept, and the exit code is 1.
+    Or MODEL is a GGUF file of a model that generates text, or of an encoder. The output has its tokenizer and chat
+    templates. Rounded weights become float16. If llama.cpp is installed, it runs the file on a text and PyTorch the
+    output: tokens, KL divergence, top-1 and perplexity, or of an encoder hidden states and embeddings. If they compute
+    something else, nothing is kept, and the exit code is 1.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """

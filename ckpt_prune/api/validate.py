@@ -47,6 +47,8 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
         raise UserError("--max-loss-dense goes with onnxruntime: what is lost is only measured elsewhere")
     if is_file:
         return _validate_gguf(options)
+    if name.endswith(".gguf") and not Path(name).exists():
+        raise UserError(f"{name} does not exist; give a GGUF file, or a folder that this tool wrote")
     if options.runtime == "llama.cpp":
         raise UserError(
             f"{name} is no GGUF file, which llama.cpp runs: write one with `ckpt-prune export --format gguf`"

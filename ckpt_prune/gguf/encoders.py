@@ -38,7 +38,8 @@ def is_left_out(module: str) -> bool:
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return a line on the tensors that a file does not hold."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    others = names[1] if len(names) == 2 else f"{len(names) - 1} more"
+    more = f" and {others}" if len(names) > 1 else ""
     return f"left out: {names[0]}{more} (llama.cpp makes embeddings of the last hidden states, not of a head's output)"
 
 
@@ -76,11 +77,14 @@ def stated_pooling(values: Mapping[str, Any]) -> str | None:
 
 
 def texts_of_pooling(values: Mapping[str, Any], hidden: int) -> dict[str, str]:
-    """Return the files by which sentence-transformers pools as a GGUF file of these keys does; none if it does not."""
+    """Return the files by which sentence-transformers pools as a GGUF file of these keys does; none if it does not.
+
+    Its vectors have length 1, as those of llama.cpp's own commands.
+    """
     pooling = stated_pooling(values)
     if pooling is None:
         return {}
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(kinds.items())
@@ -89,6 +93,15 @@ def texts_of_pooling(values: Mapping[str, Any], hidden: int) -> dict[str, str]:
     old = next(name for name, each in _OLD_NAMES.items() if each == mode)
     settings = {"word_embedding_dimension": hidden, f"{_OLD_KEY}{old}": True}
     return {MODULES: pretty_json(modules), "1_Pooling/config.json": pretty_json(settings)}
+
+
+def describe_read(values: Mapping[str, Any], context: int) -> str:
+    """Return a line on what the folder of an encoder has otherwise than the model that its file was made of."""
+    pooled = "" if stated_pooling(values) is None else ", whether embeddings have length 1 (here they have)"
+    return (
+        f"the file does not say how many tokens of a text its model takes (here {context}){pooled}, and holds no "
+        "pooler: AutoModel fills one with random numbers, which embeddings are not made of"
+    )
 
 
 def _modes(settings: Mapping[str, Any]) -> list[str]:

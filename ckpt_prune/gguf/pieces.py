@@ -68,7 +68,7 @@ def describe_pieces(values: Mapping[str, Any]) -> list[str]:
     where = [f"words of more than {_LONGEST} letters"]
     if values["tokenizer.ggml.normalizer.strip_accents"]:
         where = ["Hangul, vowel signs with a width of their own (Devanagari, Tamil)", *where]
-    return [f"llama.cpp makes other tokens of {' and '.join(where)}"]
+    return [f"llama.cpp makes other tokens than transformers of {' and '.join(where)}"]
 
 
 def unmark_pieces(tokens: Sequence[str], types: Sequence[int]) -> list[str]:

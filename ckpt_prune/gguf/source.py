@@ -33,7 +33,7 @@ from ckpt_prune.gguf.architectures import (
     VALUE,
     Architecture,
 )
-from ckpt_prune.gguf.encoders import CAUSAL_KEY, TOKEN_TYPES, texts_of_pooling
+from ckpt_prune.gguf.encoders import CAUSAL_KEY, TOKEN_TYPES, describe_read, texts_of_pooling
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import LONGROPE, llama3_divisors, longrope_scale
@@ -143,8 +143,10 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     dtype = _dtype(file)
     written["dtype"] = str(dtype).removeprefix("torch.")
     texts = _tokenizer_texts(stored.tokenizer)
+    notes = []
     if architecture.encodes:
         texts |= texts_of_pooling(file.values, config["hidden_size"])
+        notes.append(describe_read(file.values, file.values[f"{architecture.name}.context_length"]))
     else:
         texts["generation_config.json"] = pretty_json(stored.generation)
     if card := {key: value for key in _CARD if _is_text(value := file.values.get(f"general.{_CARD[key]}"))}:
@@ -159,7 +161,7 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
             for name, weight in weights.items()
         },
         texts,
-        notes=(f"written in {written['dtype']} from {', '.join(kinds)}",),
+        notes=(f"written in {written['dtype']} from {', '.join(kinds)}", *notes),
     )
 
 

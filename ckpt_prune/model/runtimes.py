@@ -136,6 +136,7 @@ class Runtime:
         families_of: families of which it takes a change, where these are not all of `families`.
         generates: it takes decoders that generate text, and no others: no encoder-decoders.
         encoders: families of encoders that it takes beside these.
+        embeds: the command that runs those, if it is another one.
         rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
         note: what else to know.
@@ -150,6 +151,7 @@ class Runtime:
     families_of: Mapping[Change, tuple[str, ...]] = field(default_factory=dict)
     generates: bool = False
     encoders: tuple[str, ...] = ()
+    embeds: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
@@ -175,7 +177,8 @@ RUNTIMES: dict[str, Runtime] = {
     "llama.cpp": Runtime(
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
         changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
-        encoders=_LLAMA_CPP_ENCODERS, families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True,
+        encoders=_LLAMA_CPP_ENCODERS, embeds="llama-embedding -m OUT.gguf",
+        families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True,
         rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite, phi3, nemotron_h and "
         "gemma4_text, and in qwen3 with a tied head. In other families the file fills all blocks up with zeros to the "
@@ -379,7 +382,7 @@ def places(
     for name, runtime in RUNTIMES.items():
         if not runtime.tried or refusal(name, model_type, changes, generates=generates) is not None:
             continue
-        command = runtime.command.replace("AUTO", auto_class)
+        command = (runtime.command if generates else runtime.embeds or runtime.command).replace("AUTO", auto_class)
         if stock:
             command = command.replace(" --trust-remote-code", "").replace(", trust_remote_code=True", "")
         commands[name] = _steps(runtime, command, exported)

@@ -50,7 +50,8 @@ def check_generates(model: Model) -> None:
     if not model.family.causal:
         raise UserError(
             f"{model.checkpoint.name} does not generate text, and files of a size for llama.cpp are chosen by what is "
-            "lost of predictions: choose a graph (--for onnxruntime), or a type (`export --format gguf --dtype q4_k_m`)"
+            "lost of predictions: choose a graph (--for onnxruntime), or a type (`export --format gguf --dtype q8_0`; "
+            "of 4 bits the smallest is `--dtype iq4_nl --embedding-type iq4_nl`)"
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForTokenClassification
 
 import ckpt_prune
+from ckpt_prune.checkpoint.sentence_modules import read_modules
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.architectures import ARCHITECTURES
 from ckpt_prune.gguf.encoders import pooling_of
@@ -55,7 +56,9 @@ def test_an_encoder_makes_the_same_hidden_states_and_embeddings(name, tmp_path):
     assert exported.passed, exported.proof
     assert exported.proof.allowed == (1e-5 if exported.architecture == "bert" else 1e-9)
     assert exported.proof.pooling == "cls"
-    ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text)
+    made = ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text)
+    assert made.notes[1].startswith("the file does not say how many tokens of a text its model takes (here ")
+    assert [module.kind for module in read_modules(tmp_path / "back")] == ["Transformer", "Pooling", "Normalize"]
     assert pooling_of(tmp_path / "back")[0] == pooling_of(folder)[0]
     again, stored = (load_stored_tokenizer(each) for each in (tmp_path / "back", folder))
     for text in (*HARD_TEXTS, "A  ab\tAb½ return<mask>", "été"):
@@ -117,6 +120,8 @@ def test_a_size_for_llama_cpp_is_refused(tmp_path):
     code, output = run("frontier", folder, "--text", text, "--held-out", held_out, *size)
     assert code == 2, output
     assert "model does not generate text, and files of a size for llama.cpp are chosen by what is lost of" in output
+    code, output = run("prune", folder, "--text", text, *size[:1], "1KB", *size[2:], "--for", "llama.cpp:q8_0")
+    assert (code, "out of reach of recipe" in output, "frontier" in output) == (2, True, False), output
 
 
 @pytest.mark.parametrize("normalizer", [{"lowercase": False}, {"lowercase": True}, {"strip_accents": False}])

@@ -91,7 +91,7 @@ REFUSED = {
     "an unknown key": ("llama", {}, {"foo": 1.0}, "llama.foo is '1.0', a key that ckpt-prune does not know"),
     "an unknown key of tokens": ("llama", {}, {"tokenizer.ggml.foo": True}, "tokenizer.ggml.foo is 'True', a key"),
     "both ways": ("llama", {}, {"attention.causal": False}, "attention.causal is 'False', and no class"),
-    "experts": ("llama", {}, {"expert_count": 4}, "llama.expert_used_count is missing, not a whole number"),
+    "experts": ("llama", {}, {"expert_count": 4}, "llama.expert_count is '4', and no class of"),
     "another gate": ("qwen3_moe", {}, {"expert_gating_func": 2}, "expert_gating_func is '2', and no class"),
     "another router": ("glm4_moe", {}, {"expert_gating_func": 1}, "is '1', and glm4_moe computes 2"),
     "many experts": ("qwen3_moe", {}, {"expert_count": 2**20}, "and llama.cpp takes 512 at most"),

@@ -220,6 +220,7 @@ def out_of_reach(prepared: Prepared, what: str, least: float) -> str:
     if size.kind in ("params", "bytes"):
         parts = f" (parameters: {part_words(count_by_part(prepared.whole.model))})"
     in_file = size.kind == "bytes" and any(name.startswith("llama.cpp") for name in prepared.recipe.runs_on or ())
+    in_file = in_file and prepared.whole.model.family.causal
     hint = "; for a GGUF file of that size: `ckpt-prune frontier MODEL --target-bytes …`" if in_file else ""
     return (
         f"{size.words}: out of reach of recipe {prepared.recipe.name}, {what} {size_words(size.kind, least)} at the "
