@@ -37,7 +37,7 @@ def messages(prepared: Prepared) -> list[str]:
         figures = "all figures are" if part.stack is None else "sizes are of the whole model, other figures"
         lines.append(f"{figures} of the {within.part} part of this {composite.model_type}: {note}")
     lines += change_lines(prepared)
-    if prepared.output.container.note:
+    if prepared.container_known and prepared.output.container.note:
         lines.append(prepared.output.container.note)
     if model.checkpoint.ignored:
         lines.append(
