@@ -31,6 +31,7 @@ OTHERS = {
     "--model-path",
     "--no",
     "--no-deps",
+    "--pooling",
     "--prefix",
     "--repo-type",
     "--revision",
