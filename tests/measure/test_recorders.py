@@ -50,7 +50,8 @@ def check_replay(model: Any, layers: Any, inputs: Tensor, shares: bool = False) 
 @pytest.mark.parametrize("model_type", every(3, sorted(CONFIGS)))
 def test_blocks_of_classes_that_nobody_described_run_alone(model_type: str) -> None:
     model = make_model(model_type)
-    check_replay(model, blocks_of(model), TOKENS)
+    shares = bool(getattr(model.config, "num_kv_shared_layers", 0))
+    check_replay(model, blocks_of(model), TOKENS, shares)
 
 
 class Toy(nn.Module):
