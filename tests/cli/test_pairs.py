@@ -33,7 +33,7 @@ from tests.encoders import STRENGTH
 from tests.hub_server import Hub, Repo
 from tests.interrupting import stop_before
 from tests.oracles import closed_forms, scores
-from tests.pairs import choose_cases
+from tests.pairs import choose_cases, every
 from tests.seq2seq import NESTED, STACKS, TYPES, WORDS, write_model, write_pairs, write_sounds
 
 DATA = ("--data", "pairs.jsonl", "--samples", "24", "--choose", "first")
@@ -143,7 +143,7 @@ def test_a_stack_is_pruned_as_by_hand(stack: str, bart: PreTrainedModel) -> None
     assert f"outside the {stack} part are the dense model's, bit for bit" in checked
 
 
-@pytest.mark.parametrize("model_type", ["bart", "umt5"])
+@pytest.mark.parametrize("model_type", every(2, ["bart", "umt5"]))
 def test_flops_are_those_of_both_stacks_and_of_cross_attention(model_type: str, tmp_path: Path) -> None:
     write_model(tmp_path, model_type)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
@@ -236,7 +236,7 @@ def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     assert re.search(r"^kept units \(decoder\) +ok$", failed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("model_type", ["bart", "t5", "t5gemma2"])
+@pytest.mark.parametrize("model_type", every(3, ["bart", "t5", "t5gemma2"]))
 def test_blocks_of_both_stacks_go(model_type: str, place: Path, bart: PreTrainedModel) -> None:
     """What stays computes what the stock model computes with the same lists of blocks without those that are gone."""
     whole: Any = write_model(place / model_type, model_type)

@@ -24,7 +24,7 @@ from tests.gguf_files.tiny import (
     proving,
     save,
 )
-from tests.pairs import first_of_each
+from tests.pairs import every, first_of_each
 
 FORMS = {
     "llama": ("llama", {}, "deci"),
@@ -161,10 +161,13 @@ MAVERICK = {"num_local_experts": 128, "intermediate_size": 8, "use_qk_norm": Fal
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "recipe", "says"),
-    [
-        ("falcon", {}, "corp-mlp", r"falcon: it computes bias False, and config.json has True\): take one that"),
-        ("llama4_text", MAVERICK, "expert-frequency", "norms queries and keys of models without 128 experts alone"),
-    ],
+    every(
+        2,
+        [
+            ("falcon", {}, "corp-mlp", r"falcon: it computes bias False, and config.json has True\): take one that"),
+            ("llama4_text", MAVERICK, "expert-frequency", "norms queries and keys of models without 128 experts alone"),
+        ],
+    ),
 )
 def test_settings_that_llama_cpp_does_not_compute_are_refused_before_work(model_type, changes, recipe, says, tmp_path):
     folder = save(tmp_path / "model", model_type, num_hidden_layers=2, **changes)
