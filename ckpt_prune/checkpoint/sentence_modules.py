@@ -16,6 +16,15 @@ SENTENCE_SETTINGS = "config_sentence_transformers.json"
 WEIGHTS = "model.safetensors"
 """Name of the file with the weights of a module, in the folder of that module."""
 _PICKLE = "pytorch_model.bin"
+POOLING_KEYS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+"""Way to pool → key that is true in the config.json of older versions; several are put together in this order."""
 
 ModulesUse = Literal["sentence-similarity", "text-ranking"]
 """Use of a model by its modules, in the Hub's terms."""
@@ -49,6 +58,15 @@ def read_modules(folder: Path) -> list[Module]:
         if Path(inside).name != inside or inside.startswith("."):
             raise UserError(f"{path} names {inside}, which is no folder inside {folder}")
     return modules
+
+
+def read_pooling(place: Path) -> list[str]:
+    """Return how a module Pooling in a folder pools, mostly by keys of `POOLING_KEYS`; none if it does not say."""
+    settings = read_json_object(place / "config.json")
+    stated = settings.get("pooling_mode")  # newer versions name one, or several
+    if not stated:
+        return [mode for mode, key in POOLING_KEYS.items() if settings.get(key) is True]
+    return [str(each).split("_token")[0] for each in (stated if isinstance(stated, list) else [stated])]
 
 
 def find_sentence_use(folder: Path) -> ModulesUse | None:

@@ -12,7 +12,8 @@ from gguf import ExpertGatingFuncType
 
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 QUERY, KEY, VALUE, OUTPUT = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"
-ATTENTION = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v", OUTPUT: "attn_output"}
+QKV = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"}
+ATTENTION = QKV | {OUTPUT: "attn_output"}
 GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 FUSED_GATES, GATES = "mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
@@ -203,8 +204,7 @@ DISTILBERT = {
     "ffn.lin2": "ffn_down",
     "output_layer_norm": "layer_output_norm",
 }
-_INPUT_NAMES = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"}
-NOMIC = _INPUT_NAMES | {
+NOMIC = QKV | {
     "attn.out_proj": "attn_output",
     "norm1": "attn_output_norm",
     "mlp.fc11": "ffn_up",
@@ -212,7 +212,7 @@ NOMIC = _INPUT_NAMES | {
     "mlp.fc2": "ffn_down",
     "norm2": "layer_output_norm",
 }
-MODERNBERT = _INPUT_NAMES | {
+MODERNBERT = QKV | {
     "attn_norm": "attn_norm",
     "attn.Wo": "attn_output",
     "mlp_norm": "ffn_norm",
@@ -535,8 +535,7 @@ _LATENT_WHOLE = {
 }
 _LATENT_WHOLE["self_attn.kv_b_proj"] = "attn_kv_b"
 _SHARED_EXPERT = {module: tensor for module, tensor in SHARED.items() if module != "mlp.shared_expert_gate"}
-_SARVAM = {
-    **{QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"},
+_SARVAM = QKV | {
     "attention.dense": "attn_output",
     "attention.query_layernorm": "attn_q_norm",
     "attention.key_layernorm": "attn_k_norm",
@@ -576,6 +575,7 @@ _JAMBA = (
 
 _BAMBA = {module.replace("mlp", "feed_forward"): tensor for module, tensor in (NORMS | ATTENTION | GATED).items()}
 _BAMBA |= mamba_2("mamba") | {"pre_ff_layernorm": "ffn_norm"}
+_FINAL_LAYERNORM = {"model.embed_tokens": "token_embd", "model.final_layernorm": "output_norm", "lm_head": "output"}
 _BACKBONE = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
 NORMED = "ssm.dt_b_c_rms"
 """Key that says that B, C and time steps of a Mamba are normed, without weights."""
@@ -654,11 +654,10 @@ _FALCON_FACTORS = {
     "feed_forward.down_proj": ("mlp_multipliers.1",),
 }
 
-_QKV = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"}
 _WORDS = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
-_GPT2 = _QKV | {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up",
+_GPT2 = QKV | {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up",
                 "mlp.c_proj": "ffn_down"}  # fmt: skip
-_FOURFOLD = _QKV | {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
+_FOURFOLD = QKV | {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
 _BLOOM = _FOURFOLD | {"self_attention.dense": "attn_output"}
 _TANH_GELU = ("gelu_new", *TANH_GELU)
 _GPT2_ONLY = {"activation_function": _TANH_GELU, "scale_attn_weights": (True,), "add_cross_attention": (False,)}
@@ -745,9 +744,9 @@ ARCHITECTURES = (
     *(_granite_4(name, _GRANITE_DENSE) for name in ("granitehybrid", "granite")),
     *(_granite_4(name, _GRANITE_EXPERTS, widths={SHARED_WIDTH: "shared_intermediate_size"},
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}) for name in ("granitehybrid", "granitemoe")),
-    Architecture("falcon-h1", "falcon_h1", _FALCON_H1 | mamba_2("mamba"), {"model.embed_tokens": "token_embd",
-                 "model.final_layernorm": "output_norm", "lm_head": "output"}, biases=frozenset({"mamba.conv1d"}),
-                 only=_SILU | {"mamba_conv_bias": (True,)}, state_space=_MAMBA._replace(columns="mamba_d_ssm"),
+    Architecture("falcon-h1", "falcon_h1", _FALCON_H1 | mamba_2("mamba"), _FINAL_LAYERNORM,
+                 biases=frozenset({"mamba.conv1d"}), only=_SILU | {"mamba_conv_bias": (True,)},
+                 state_space=_MAMBA._replace(columns="mamba_d_ssm"),
                  factors=_FALCON_FACTORS, row_factors="ssm_multipliers"),
     _nemotron_h("nemotron_h", _NEMOTRON_H),
     _nemotron_h("nemotron_h_moe", _NEMOTRON_H | _NEMOTRON_H_EXPERTS, values=_SCALED,
@@ -863,8 +862,7 @@ ARCHITECTURES = (
     Architecture("qwen3vl", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  sections="turns", wholes=("qwen3_vl",)),
     Architecture("phi2", "phi", {"input_layernorm": "attn_norm", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"} |
-                 ATTENTION | {"self_attn.dense": "attn_output"}, {"model.embed_tokens": "token_embd",
-                 "model.final_layernorm": "output_norm", "lm_head": "output"}, partial=True, whole="heads",
+                 ATTENTION | {"self_attn.dense": "attn_output"}, _FINAL_LAYERNORM, partial=True, whole="heads",
                  only=_UNTIED | {"hidden_act": TANH_GELU, "qk_layernorm": (False,)}, epsilon="layer_norm_epsilon"),
     Architecture("chatglm", "glm", NORMS | ATTENTION | _JOINED, joined=True, halves={FUSED_GATES: GATES},
                  only=_SILU, biases=_INPUTS, partial=True, whole="heads"),
@@ -876,8 +874,7 @@ ARCHITECTURES = (
                  window="some", bases="layer_rope_theta", counts=_CHOSEN | {"expert_count": "num_local_experts"},
                  halves={"block_sparse_moe.experts.gate_up_proj.weight": (
                  "block_sparse_moe.experts.gate_proj.weight", "block_sparse_moe.experts.up_proj.weight")}),
-    *(Architecture("jamba", "jamba", _JAMBA, {"model.embed_tokens": "token_embd",
-                   "model.final_layernorm": "output_norm", "lm_head": "output"}, attends="periods", hybrid="kv_heads",
+    *(Architecture("jamba", "jamba", _JAMBA, _FINAL_LAYERNORM, attends="periods", hybrid="kv_heads",
                    biases=frozenset({"mamba.conv1d", "mamba.dt_proj"}), unrotated=True, whole="heads",
                    counts=experts | {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
                    DELTA_HEADS: "mamba_dt_rank"}, only=_SILU | {
@@ -898,8 +895,8 @@ ARCHITECTURES = (
       for each, normed in (("mamba", {}), ("falcon_mamba", {NORMED: True}))),
     _mamba("mamba2", mamba_2("mixer"), state_space=StateSpaceKeys(
         "conv_kernel", "state_size", "n_groups", "num_heads", "head_dim")),
-    Architecture("granitehybrid", "bamba", _BAMBA, {"model.embed_tokens": "token_embd", "model.final_layernorm":
-                 "output_norm", "lm_head": "output"}, neighbours=True, biases=frozenset(ATTENTION) | {"mamba.conv1d"},
+    Architecture("granitehybrid", "bamba", _BAMBA, _FINAL_LAYERNORM, neighbours=True,
+                 biases=frozenset(ATTENTION) | {"mamba.conv1d"},
                  partial=True, hybrid="kv_heads", attends="attn_layer_indices", state_space=_MAMBA, only=_SILU | {
                  "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,), "mlp_bias": (False,)}),
     Architecture("kimi-linear", "kimi_linear", NORMS | LATENT | ATTENTION | KDA | GATED | MIXTRAL | {
@@ -999,7 +996,7 @@ ARCHITECTURES = (
                  "lm_head": "output"}, layers="h", whole="heads",
                  unrotated=True, only={"apply_residual_connection_post_layernorm": (False,)}, context="seq_length",
                  epsilon="layer_norm_epsilon", gelu="tanh", fused="self_attention.query_key_value", grouped=True),
-    Architecture("mpt", "mpt", _QKV | {"norm_1": "attn_norm", "norm_2": "ffn_norm", "attn.out_proj": "attn_output",
+    Architecture("mpt", "mpt", QKV | {"norm_1": "attn_norm", "norm_2": "ffn_norm", "attn.out_proj": "attn_output",
                  "ffn.up_proj": "ffn_up", "ffn.down_proj": "ffn_down"}, {"transformer.wte": "token_embd",
                  "transformer.norm_f": "output_norm", "lm_head": "output"}, layers="blocks", whole="heads",
                  unrotated=True, biases=_NONE, only={"attn_config.softmax_scale": (None,)}, context="max_seq_len",
@@ -1027,7 +1024,7 @@ ARCHITECTURES = (
                  only={"hidden_activation": ("gelu",)}, biases=_NONE, window="some",
                  epsilon="layer_norm_epsilon", constants={"attention.causal": False},
                  counts={"attention.sliding_window": "local_attention"},
-                 halves={"mlp.Wi.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}, joined=True,
+                 halves={"mlp.Wi.weight": GATES}, joined=True,
                  fused="attn.Wqkv", pattern=3, first=True),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""

@@ -19,14 +19,14 @@ from ckpt_prune.job.report import Loss
 from ckpt_prune.model.skeleton import base_model_of
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import REMEDY, EmbeddingProof, ProofWindows, choose_windows
-from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
+from ckpt_prune.runtimes.tokens import check_texts_split, texts_to_split
 
 LARGEST_DISTANCE = {"f32": 1e-9, "f16": 1e-5, "bf16": 1e-4, "q8_0": 5e-3}
 """Mean 1 − cosine to PyTorch's last hidden states up to which a file passes, about ten times what was measured. It is
 half the square of the relative error: 3e-11 in f32 (random weights), 5e-7 and 1.4e-6 in f16, 1.3e-4 and 6e-4 in q8_0,
 where llama.cpp rounds what matrices read, too (gte-small, all-MiniLM-L6-v2). With 4 bits it is only measured."""
 _SAME_WEIGHTS = 0.02
-"""Of a file of rounded weights from a checkpoint of the same ones: what llama.cpp rounds of inputs is left."""
+"""The same limit where the checkpoint has the file's rounded weights: llama.cpp still rounds what matrices read."""
 
 
 def prove_embeddings(
@@ -60,8 +60,7 @@ def prove_embeddings(
         pooled=pooling is not None,
     )
     answer = run_llama_cpp(task, scratch)
-    for text, tokens in zip(texts, answer.tokens, strict=True):
-        check_tokens("llama.cpp", text, split(tokenizer, text), tokens)
+    check_texts_split("llama.cpp", tokenizer, texts, answer.tokens)
     theirs = torch.from_numpy(answer.states).double()
     embeddings = None if pooling is None else torch.from_numpy(answer.pooled).double()
     figures = _compare(_read_states(folder, chosen, trust=trust), theirs, pooling, embeddings)

@@ -6,8 +6,8 @@ from typing import Any
 
 from gguf import PoolingType
 
-from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
-from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.sentence_modules import MODULES, POOLING_KEYS, read_modules, read_pooling
 
 TYPES_KEY = "tokenizer.ggml.token_type_count"
 """Key, as it stands, with the rows of the table of token types, of which llama.cpp adds the first to every token."""
@@ -20,10 +20,6 @@ _WITHOUT_HEAD = ("Model", "ForMaskedLM", "ForPreTraining")
 """Endings of classes whose use in llama.cpp is that of their hidden states."""
 _POOLING = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "lasttoken": PoolingType.LAST}
 """Pooling of sentence-transformers → llama.cpp's."""
-_POOLINGS = {int(PoolingType.MEAN): "mean", int(PoolingType.CLS): "cls", int(PoolingType.LAST): "last"}
-"""llama.cpp's numbers of ways to pool → their names there."""
-_OLD_NAMES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken", "max_tokens": "max"}
-_OLD_KEY = "pooling_mode_"
 
 
 def reads_texts(architecture: str) -> bool:
@@ -53,7 +49,7 @@ def pooling_of(folder: Path) -> tuple[int | None, list[str]]:
     pooling = next((module for module in modules if module.kind == "Pooling"), None)
     if pooling is None:
         return None, ["no modules.json names a pooling: llama.cpp gives a vector for each token, or pools by --pooling"]
-    modes = _modes(read_json_object(folder / (pooling.folder or "") / "config.json"))
+    modes = read_pooling(folder / (pooling.folder or ""))
     number = _POOLING.get(modes[0]) if len(modes) == 1 else None
     if number is None:
         notes = [f"llama.cpp does not pool by {' and '.join(modes) or 'nothing'}: it gives a vector for each token"]
@@ -73,7 +69,7 @@ def is_encoder(values: Mapping[str, Any]) -> bool:
 def stated_pooling(values: Mapping[str, Any]) -> str | None:
     """Return how a file pools, by its keys: mean, cls or last; None if it states none of these."""
     number = values.get(f"{values.get('general.architecture')}.{POOLING_KEY}")
-    return _POOLINGS.get(number) if isinstance(number, int) else None
+    return next((kind.name.lower() for kind in _POOLING.values() if isinstance(number, int) and kind == number), None)
 
 
 def texts_of_pooling(values: Mapping[str, Any], hidden: int) -> dict[str, str]:
@@ -89,9 +85,8 @@ def texts_of_pooling(values: Mapping[str, Any], hidden: int) -> dict[str, str]:
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(kinds.items())
     ]
-    mode = next(name for name, number in _POOLING.items() if _POOLINGS[int(number)] == pooling)
-    old = next(name for name, each in _OLD_NAMES.items() if each == mode)
-    settings = {"word_embedding_dimension": hidden, f"{_OLD_KEY}{old}": True}
+    mode = next(mode for mode, kind in _POOLING.items() if kind.name.lower() == pooling)
+    settings = {"word_embedding_dimension": hidden, POOLING_KEYS[mode]: True}
     return {MODULES: pretty_json(modules), "1_Pooling/config.json": pretty_json(settings)}
 
 
@@ -102,12 +97,3 @@ def describe_read(values: Mapping[str, Any], context: int) -> str:
         f"the file does not say how many tokens of a text its model takes (here {context}){pooled}, and holds no "
         "pooler: AutoModel fills one with random numbers, which embeddings are not made of"
     )
-
-
-def _modes(settings: Mapping[str, Any]) -> list[str]:
-    """Return how a Pooling's config.json pools; several are joined."""
-    stated = settings.get("pooling_mode")
-    if stated is None:
-        old = (key.removeprefix(_OLD_KEY) for key, value in settings.items() if key.startswith(_OLD_KEY) and value)
-        return [_OLD_NAMES.get(name, name) for name in old]
-    return [str(each) for each in (stated if isinstance(stated, list) else [stated])]

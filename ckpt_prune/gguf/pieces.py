@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.gguf.special_tokens import CONTROL, USER_DEFINED
+from ckpt_prune.gguf.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 SPACE, GOES_ON = "▁", "##"
 """The mark of a piece that begins a word in a file, and of one that goes on with a word in a tokenizer.json."""
-_NORMAL, _UNUSED = 1, 5
 _LONGEST = 100
 """Letters of a word from which on tokenizers make one unknown token of it. llama.cpp cuts words of any length."""
 
@@ -42,10 +41,10 @@ def write_pieces(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[s
         elif index in vocabulary:
             token = vocabulary[index]
             tokens.append(token.removeprefix(GOES_ON) if token.startswith(GOES_ON) else SPACE + token)
-            types.append(_NORMAL)
+            types.append(NORMAL)
         else:
             tokens.append(f"[PAD{index}]")
-            types.append(_UNUSED)
+            types.append(UNUSED)
     if len(set(tokens)) < rows:
         twice = next(token for token in tokens if tokens.count(token) > 1)
         raise UserError(f"{where}: two tokens become {twice!r} in a GGUF file, which marks the beginnings of words")
@@ -74,6 +73,6 @@ def describe_pieces(values: Mapping[str, Any]) -> list[str]:
 def unmark_pieces(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
     """Return the tokens of a file as a tokenizer.json has them: `write_pieces`, undone."""
     return [
-        token if kind != _NORMAL else token.removeprefix(SPACE) if token.startswith(SPACE) else GOES_ON + token
+        token if kind != NORMAL else token.removeprefix(SPACE) if token.startswith(SPACE) else GOES_ON + token
         for token, kind in zip(tokens, types, strict=True)
     ]

@@ -25,7 +25,7 @@ from ckpt_prune.runtimes.comparison import (
     compare_logs,
     reference_logs,
 )
-from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
+from ckpt_prune.runtimes.tokens import check_texts_split, check_tokens, split, texts_to_split
 
 _SAME_WEIGHTS = 0.05
 """Mean divergence of a file of rounded weights from a checkpoint of the same ones, up to which it passes: SmolLM2-135M
@@ -93,8 +93,7 @@ def prove(
         generate=chosen.generate,
     )
     answer = run_llama_cpp(task, scratch)
-    for text, tokens in zip(texts, answer.tokens, strict=True):
-        check_tokens("llama.cpp", text, split(tokenizer, text), tokens)
+    check_texts_split("llama.cpp", tokenizer, texts, answer.tokens)
     _check_prompts(tokenizer, [*prompts.values()], answer)
     if left := [end for end in ends if end not in answer.stops]:
         named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in left)

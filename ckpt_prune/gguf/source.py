@@ -428,7 +428,7 @@ def _by_names_of_class(config: dict[str, Any], architecture: Architecture) -> di
 
 
 def _add_encoder(file: GgufFile, keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
-    """What is different of encoders: tokens see each other, have types, and predict none."""
+    """Set what encoders have otherwise: all tokens see each other, tokens have types, and there is no head."""
     if keys.flag(CAUSAL_KEY, True):
         raise keys.refuse(CAUSAL_KEY, "and no class of transformers is known to compute that")
     heads = config["num_attention_heads"]
@@ -473,8 +473,7 @@ def _heads(keys: Keys, blocks: int) -> dict[str, Any]:
     """How many heads of queries each block has, and of keys and values those that see all tokens."""
     counts = []
     for key in ("attention.head_count", "attention.head_count_kv"):
-        value = keys.take(key)
-        counts.append(numbers := value if isinstance(value, list) else [value] * blocks)
+        counts.append(numbers := _listed(keys.take(key), blocks))
         if len(numbers) != blocks or not all(type(each) is int and each > 0 for each in numbers):
             raise keys.refuse(key, f"and there are {blocks} blocks; download it again")
     queries, shared = counts
@@ -483,10 +482,9 @@ def _heads(keys: Keys, blocks: int) -> dict[str, Any]:
 
 
 def _two_sizes(file: GgufFile, keys: Keys, architecture: Architecture, blocks: int) -> dict[str, Any]:
-    """What blocks of a Gemma 4 that see a window have of their own, and those that see all tokens."""
+    """Return the keys of a Gemma 4, whose blocks with a window have other heads than those that see all tokens."""
     local = _local_blocks(keys, blocks, architecture)
-    counts = keys.take("attention.head_count_kv")
-    counts = counts if isinstance(counts, list) else [counts] * blocks
+    counts = _listed(keys.take("attention.head_count_kv"), blocks)
     widths, groups = dict[bool, int](), dict[bool, Any]()
     for is_local, end in ((False, ""), (True, "_swa")):
         widths[is_local] = size = keys.number(f"attention.key_length{end}", least=2)
@@ -530,7 +528,7 @@ def _partly_turned(file: GgufFile, keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _add_shared_keys(file: GgufFile, keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
-    """What else models have whose last blocks read keys and values of others: MLPs, and inputs of each block."""
+    """Set the widths of MLPs and the inputs of each block where the last blocks read keys and values of others."""
     blocks, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
     if rows := file.tensors.get("per_layer_token_embd.weight"):
         config["vocab_size_per_layer_input"] = rows.shape[0]
@@ -543,8 +541,7 @@ def _add_shared_keys(file: GgufFile, keys: Keys, architecture: Architecture, con
         config["activation_sparsity_pattern"] = [0.95] * sparse + [0.0] * (blocks - sparse)
         config["intermediate_size"] = [config["intermediate_size"]] * blocks
         return
-    widths = keys.take("feed_forward_length")
-    widths = widths if isinstance(widths, list) else [widths] * blocks
+    widths = _listed(keys.take("feed_forward_length"), blocks)
     narrow, wide = ({*part} for part in (widths[: blocks - shared], widths[blocks - shared :]))
     usual, is_double = next(iter(narrow)), bool(wide - narrow)
     is_one = len(widths) == blocks and len(narrow) == 1 and type(usual) is int and usual > 0
@@ -965,10 +962,14 @@ def _as_saved(name: str, weight: GgufWeight, names: Names) -> Iterator[tuple[str
         yield from ((f"{experts}.{place}.{linear}.{kind}", part) for place, part in enumerate(weight.parts))
 
 
+def _listed(value: Any, blocks: int) -> list[Any]:
+    """Return a value of each block: a list, or one that counts for all."""
+    return value if isinstance(value, list) else [value] * blocks
+
+
 def _numbers(file: GgufFile, key: str, blocks: int) -> list[float]:
     """Return the numbers of all blocks that a key lists, or that it says of all at once."""
-    value = file.values.get(key)
-    numbers: list[Any] = value if isinstance(value, list) else [value] * blocks
+    numbers = _listed(file.values.get(key), blocks)
     if len(numbers) != blocks or not all(isinstance(each, float) and math.isfinite(each) for each in numbers):
         raise UserError(f"{file.path}: {key} is no list of {blocks} numbers; download it again")
     return numbers

@@ -12,12 +12,23 @@ from transformers import PreTrainedTokenizerFast
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.encoders import is_encoder
 from ckpt_prune.gguf.keys import TOKENIZER_WITHOUT_EFFECT, Keys
-from ckpt_prune.gguf.pieces import unmark_pieces
-from ckpt_prune.gguf.special_tokens import CONTROL, ENDS, OTHER_ENDS, PHI, PHI_KEEPS, UNKNOWN, USER_DEFINED, find_stops
-from ckpt_prune.gguf.tokenizer import BYTE, NORMAL, PRE_TOKENIZERS, UNUSED, cut_merge
+from ckpt_prune.gguf.pieces import SPACE, unmark_pieces
+from ckpt_prune.gguf.special_tokens import (
+    BYTE,
+    CONTROL,
+    ENDS,
+    NORMAL,
+    OTHER_ENDS,
+    PHI,
+    PHI_KEEPS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    find_stops,
+)
+from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, cut_merge
 from ckpt_prune.gguf.unigram import read_unigram
 
-_SPACE = "▁"
 _WHOLE_WORDS = frozenset(
     (
         *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
@@ -225,9 +236,9 @@ def _of_listed_pieces(keys: Keys, vocabulary: Mapping[str, int], unknown: str | 
     merges = _listed_merges(keys, vocabulary)
     keys.take("ggml.scores"), keys.take("ggml.add_space_prefix")  # of the other model of pieces
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -240,9 +251,9 @@ def _of_pieces(keys: Keys, vocabulary: Mapping[str, int], types: list[int], unkn
     merges = _merges(vocabulary, types, scores, keys.where)
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = keys.flag("ggml.add_space_prefix", True)
-    start, strip = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
-    tokenizer.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", _SPACE)])
-    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    start, strip = ([normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+    tokenizer.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", SPACE)])
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, *strip])
     return tokenizer
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from ckpt_prune.common.errors import UserError
 
-CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""llama.cpp's token types."""
 ENDS = frozenset(
     ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
      "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",

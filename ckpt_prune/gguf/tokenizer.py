@@ -16,17 +16,25 @@ from transformers import PreTrainedTokenizerFast
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.gguf.pieces import describe_pieces, write_pieces
-from ckpt_prune.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED, Flags, describe_ends, find_stops, name_ends
+from ckpt_prune.gguf.pieces import SPACE, describe_pieces, write_pieces
+from ckpt_prune.gguf.special_tokens import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Flags,
+    describe_ends,
+    find_stops,
+    name_ends,
+)
 from ckpt_prune.gguf.unigram import steps_of, write_unigram
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
 
-NORMAL, UNUSED, BYTE = 1, 5, 6
-"""llama.cpp's token types, beside those of special tokens."""
 _ADDED_SCORE = -1000.0
 _CONFIGS = ("config.json", "generation_config.json")
-_SPACE = "▁"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -260,7 +268,7 @@ def _content(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[str, 
     ]
     if has_pieces:
         tokens = [
-            token.replace(_SPACE, " ") if types.get(i) == USER_DEFINED else token for i, token in enumerate(tokens)
+            token.replace(SPACE, " ") if types.get(i) == USER_DEFINED else token for i, token in enumerate(tokens)
         ]
         own_text = {vocabulary[index] for index, kind in types.items() if kind == NORMAL}
         scores = _scores(sorted(own_text, key=model["vocab"].__getitem__), merges)
@@ -315,12 +323,12 @@ def _puts_space_first(tokenizer: Mapping[str, Any], where: Path) -> bool:
     """Whether a tokenizer of pieces puts a space before a text."""
     prefix = False
     for step in steps_of(tokenizer.get("normalizer"), "normalizers"):
-        if step["type"] == "Prepend" and step["prepend"] == _SPACE:
+        if step["type"] == "Prepend" and step["prepend"] == SPACE:
             prefix = True
-        elif step["type"] != "Replace" or step["pattern"].get("String") != " " or step["content"] != _SPACE:
+        elif step["type"] != "Replace" or step["pattern"].get("String") != " " or step["content"] != SPACE:
             raise UserError(f"{where}: llama.cpp has no normalizer {step['type']} for this kind of tokenizer")
     for step in steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers"):
-        if step["type"] == "Metaspace" and step.get("replacement") == _SPACE:
+        if step["type"] == "Metaspace" and step.get("replacement") == SPACE:
             prefix = step.get("prepend_scheme", "always") in ("first", "always")
         elif step["type"] != "Split" or step["pattern"].get("String") != " ":
             raise UserError(f"{where}: llama.cpp has no pre-tokenizer {step['type']} for this kind of tokenizer")

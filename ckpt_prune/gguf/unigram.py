@@ -9,12 +9,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.keys import Keys
-from ckpt_prune.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
+from ckpt_prune.gguf.pieces import SPACE
+from ckpt_prune.gguf.special_tokens import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 MODEL = "t5"
 """llama.cpp's name for such tokenizers."""
-_SPACE = "▁"
-_NORMAL, _UNUSED = 1, 5
 _UNLIKELY = -10000.0
 """Score of rows without a token."""
 
@@ -40,12 +39,12 @@ def write_unigram(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[
     charsmap, one_space = _normalizer(tokenizer, where)
     splits, prefix = _pre_tokenizer(tokenizer, where)
     pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
-    types = [UNKNOWN if index == model.get("unk_id") else _NORMAL for index in range(len(pieces))]
+    types = [UNKNOWN if index == model.get("unk_id") else NORMAL for index in range(len(pieces))]
     missing = range(len(pieces), rows)
     pieces += [(f"[PAD{index}]", _UNLIKELY) for index in missing]
-    types += [_UNUSED for _ in missing]
+    types += [UNUSED for _ in missing]
     for index, each in added.items():
-        pieces[index] = each["content"], pieces[index][1] if types[index] != _UNUSED else 0.0
+        pieces[index] = each["content"], pieces[index][1] if types[index] != UNUSED else 0.0
         if types[index] != UNKNOWN:
             types[index] = CONTROL if each["special"] else USER_DEFINED
     content = {
@@ -69,7 +68,7 @@ def _normalizer(tokenizer: Mapping[str, Any], where: Path) -> tuple[bytes, bool]
         pattern = step.get("pattern") or {}
         if step["type"] == "Precompiled":
             charsmap = b64decode(step["precompiled_charsmap"] or "")
-        elif step["type"] == "Replace" and pattern.get("Regex") == " {2,}" and step["content"] in (" ", _SPACE):
+        elif step["type"] == "Replace" and pattern.get("Regex") == " {2,}" and step["content"] in (" ", SPACE):
             one_space = True
         elif step["type"] != "Strip":
             raise UserError(f"{where}: llama.cpp has no normalizer {step['type']} for Unigram tokenizers")
@@ -82,7 +81,7 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], where: Path) -> tuple[bool, boo
     for step in steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] == "WhitespaceSplit":
             splits = True
-        elif step["type"] == "Metaspace" and step.get("replacement") == _SPACE:
+        elif step["type"] == "Metaspace" and step.get("replacement") == SPACE:
             prefix = step.get("prepend_scheme", "always") != "never"
         else:
             raise UserError(f"{where}: llama.cpp has no pre-tokenizer {step['type']} for Unigram tokenizers")
@@ -105,7 +104,7 @@ def read_unigram(keys: Keys, tokens: list[str], unknown: int | None) -> Tokenize
             ) from error
     prefix = "always" if keys.flag("ggml.add_space_prefix", True) else "never"
     split = [pre_tokenizers.WhitespaceSplit()] if keys.flag("ggml.remove_extra_whitespaces", False) else []
-    space = pre_tokenizers.Metaspace(_SPACE, prefix)
+    space = pre_tokenizers.Metaspace(SPACE, prefix)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, space])
-    tokenizer.decoder = decoders.Metaspace(_SPACE, prefix)
+    tokenizer.decoder = decoders.Metaspace(SPACE, prefix)
     return tokenizer

@@ -39,16 +39,16 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     """
     declared = next(iter(config.get("architectures") or []), "")
     family = family.of(declared if family.has_class(declared) else family.architecture)
-    try:
-        stock_class(family.architecture, parse_config(dict(config)))
-    except (AttributeError, ImportError) as error:
-        raise UserError(f"architectures: this transformers has no class {family.architecture}") from error
     if not hasattr(transformers, family.auto_class):
         raise UserError(f"architectures: transformers has no {family.auto_class}")
     if unknown := sorted(set(family.stand_ins) - set(known_families())):
         raise UserError(f"stand_ins: {unknown[0]} is not one of {', '.join(known_families())}")
     config = stating_config(config, family)
     parsed = parse_config(config)
+    try:
+        stock_class(family.architecture, parsed)
+    except (AttributeError, ImportError) as error:
+        raise UserError(f"architectures: this transformers has no class {family.architecture}") from error
     family.check_config(parsed)
     for name, keys in family.dimensions.items():
         has_number = any(isinstance(family.read_key(parsed, key), int | list) for key in keys)

@@ -1,4 +1,4 @@
-"""What classes of images are called with: whole images, or their patches with where these lie, as towers take them."""
+"""Random inputs for classes that read images: whole images, or patches and their places."""
 
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _GRID, _PLACES, _SHAPES = "grid_thw", "pixel_position_ids", "spatial_shapes"
-"""Arguments by which a class is told how patches lie that its processor cut out: Qwen-VL's, Gemma 4's, SigLIP 2's."""
+"""Arguments with the places of patches that an image processor has cut out: for Qwen-VL, Gemma 4 and SigLIP 2."""
 
 
 def image_inputs(

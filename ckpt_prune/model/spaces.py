@@ -303,7 +303,7 @@ class ConsumerSpace(ColumnEnd):
     """A space whose consumer is in a block, and adds to the residual stream.
 
     A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
-    One that is `wider_than` another is on the same linear modules in other blocks, where they have more columns.
+    A space that is `wider_than` another has the same linear modules in other blocks, with more columns there.
     Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made, or
     that too.
     """

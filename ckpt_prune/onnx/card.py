@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.json_files import read_json_object
-from ckpt_prune.checkpoint.sentence_modules import MODULES, WEIGHTS, find_sentence_use, read_modules
+from ckpt_prune.checkpoint.sentence_modules import MODULES, WEIGHTS, find_sentence_use, read_modules, read_pooling
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
@@ -149,14 +149,14 @@ def _split_name(name: str) -> tuple[str, str | None, str]:
 
 
 _POOLING = {
-    "cls_token": "first[:, 0]",
-    "max_tokens": "first.max(1)",
-    "mean_tokens": "first.mean(1)",
-    "mean_sqrt_len_tokens": "first.sum(1) / first.shape[1] ** 0.5",
-    "weightedmean_tokens": "np.average(first, 1, np.arange(1, first.shape[1] + 1))",
+    "cls": "first[:, 0]",
+    "max": "first.max(1)",
+    "mean": "first.mean(1)",
+    "mean_sqrt_len": "first.sum(1) / first.shape[1] ** 0.5",
+    "weightedmean": "np.average(first, 1, np.arange(1, first.shape[1] + 1))",
     "lasttoken": "first[:, -1]",
 }
-"""Mode of a module Pooling → the same in numpy, of one text's states `first`; in sentence-transformers' order."""
+"""Way in which a module Pooling pools → the same in numpy, of one text's states `first`."""
 _ACTIVATIONS = {
     "Identity": "{}",
     "Tanh": "np.tanh({})",
@@ -164,15 +164,6 @@ _ACTIVATIONS = {
     "GELU": "(lambda x: x * (1 + np.vectorize(math.erf)(x / 2**0.5)) / 2)({})",
     "Sigmoid": "1 / (1 + np.exp(-({})))",
 }
-
-
-def _pooling_modes(place: Path) -> list[str]:
-    """Return the modes of a module Pooling, keys of `_POOLING`, in the order in which it puts them together."""
-    config = read_json_object(place / "config.json")
-    named = config.get("pooling_mode", [])  # newer versions name one, or several
-    named = [named] if isinstance(named, str) else named
-    modes = [mode for name in named for mode in _POOLING if name in (mode, mode.split("_token")[0])]
-    return modes or [mode for mode in _POOLING if config.get(f"pooling_mode_{mode}") is True] or ["mean_tokens"]
 
 
 def _activation_of(place: Path) -> str:
@@ -187,7 +178,7 @@ def _write_modules(folder: Path) -> list[str]:
     for module in read_modules(folder)[1:]:
         place = folder / (module.folder or "")
         if module.kind == "Pooling":
-            parts = [_POOLING[mode] for mode in _pooling_modes(place)]
+            parts = [_POOLING[mode] for mode in read_pooling(place) if mode in _POOLING] or [_POOLING["mean"]]
             joined = ", ".join(parts)
             lines.append(f"embedding = {joined if len(parts) == 1 else f'np.hstack([{joined}])'}")
         elif module.kind == "Normalize":

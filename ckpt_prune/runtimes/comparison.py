@@ -62,7 +62,7 @@ class Proof(BaseModel):
 
     @property
     def figures(self) -> str:
-        """What was measured, in words."""
+        """A sentence on what was measured."""
         raise NotImplementedError
 
     @computed_field  # type: ignore[prop-decorator]

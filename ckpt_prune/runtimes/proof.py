@@ -25,7 +25,7 @@ from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import LARGEST_KL, RuntimeProof, choose_windows, compare_logs, reference_logs
 from ckpt_prune.runtimes.isolation import run_isolated
 from ckpt_prune.runtimes.task import RuntimeTask
-from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
+from ckpt_prune.runtimes.tokens import check_texts_split, texts_to_split
 
 RuntimeName = Literal["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"]
 _MODULES: dict[RuntimeName, str] = {
@@ -98,8 +98,8 @@ def validate_in(
     texts = texts_to_split(tokenizer, chosen.windows)
     windows, threads = chosen.windows.numpy(), torch.get_num_threads()
     answer = run_isolated(runtime, RuntimeTask(str(folder), windows, chosen.positions, chosen.generate, threads, texts))
-    for text, tokens in zip(texts, answer.tokens or (), strict=answer.tokens is not None):
-        check_tokens(runtime, text, split(tokenizer, text), tokens)
+    if answer.tokens is not None:
+        check_texts_split(runtime, tokenizer, texts, answer.tokens)
     logs = reference_logs(model, chosen, trust=trust)
     theirs = torch.from_numpy(answer.logs)
     if theirs.shape[-1] < logs.shape[-1]:

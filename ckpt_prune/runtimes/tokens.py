@@ -1,5 +1,6 @@
 """Whether a runtime's own tokenizer splits text into the tokens that the checkpoint's does."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,12 @@ def texts_to_split(tokenizer: Any, windows: Tensor) -> list[str]:
 def split(tokenizer: Any, text: str, *, framed: bool = True) -> list[int]:
     """Return the tokens of a text, with those that the tokenizer puts around it."""
     return list(tokenizer(text, verbose=False, add_special_tokens=framed)["input_ids"])
+
+
+def check_texts_split(runtime: str, tokenizer: Any, texts: Sequence[str], theirs: Sequence[list[int]]) -> None:
+    """Raise UserError if a runtime splits any of these texts into other tokens than the tokenizer."""
+    for text, tokens in zip(texts, theirs, strict=True):
+        check_tokens(runtime, text, split(tokenizer, text), tokens)
 
 
 def check_tokens(runtime: str, text: str, ours: list[int], theirs: list[int]) -> None:

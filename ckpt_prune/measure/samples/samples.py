@@ -48,10 +48,13 @@ def reads_whole(samples: "Samples") -> bool:
 
 
 def runs_alone(samples: "Samples") -> bool:
-    """Return whether each sample is run by itself: of the whole, or of as many tokens as it needs (`TowerImages`)."""
-    if isinstance(samples, _Part):
-        return runs_alone(samples.samples)
-    return reads_whole(samples) or bool(getattr(samples, "varies", False))
+    """Return whether each sample is run by itself: of the whole, or of as many tokens as it needs."""
+    return reads_whole(samples) or varies(samples)
+
+
+def varies(samples: "Samples") -> bool:
+    """Return whether samples have as many tokens as they need (`TowerImages`), so that one is taken at a time."""
+    return varies(samples.samples) if isinstance(samples, _Part) else bool(getattr(samples, "varies", False))
 
 
 class Samples(Protocol):
@@ -207,5 +210,5 @@ class ShortWindows(_Part):
 
 def split_batches(samples: Samples, tokens: int) -> list[slice]:
     """Cut samples into runs of at most so many tokens, or of one sample."""
-    size = 1 if runs_alone(samples) and not reads_whole(samples) else max(1, tokens // samples.tokens)
+    size = 1 if varies(samples) else max(1, tokens // samples.tokens)
     return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]

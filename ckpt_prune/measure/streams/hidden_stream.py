@@ -182,7 +182,7 @@ class HiddenStream:
             is_known = family.stage is not None  # there the tokens of a sample are near their number alone
             self._axis = 0 if is_known else sample_axis(entering.shape, self.samples.tokens)
             entering = self._by_sample(entering, rows.stop - rows.start)
-            if position == 0 or (self._varies and entering.shape[1] > self.states.shape[1]):
+            if position == 0 or (self._varying and entering.shape[1] > self.states.shape[1]):
                 before = self.states if position else None
                 self.states = self._allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
                 if before is not None:
@@ -211,20 +211,19 @@ class HiddenStream:
             yield batch
 
     @property
-    def _varies(self) -> bool:
-        """Whether samples have as many tokens as they need, of which blocks are passed no others."""
-        return isinstance(self._handed, HandedAlone) and bool(self._handed.shapes)
+    def _varying(self) -> HandedAlone | None:
+        """What samples are handed that have as many tokens as they need; None if all have as many."""
+        return self._handed if isinstance(self._handed, HandedAlone) and self._handed.shapes else None
 
     def cut(self, rows: slice, states: Tensor) -> Tensor:
         """Return the tokens of these samples that blocks are passed, of their states (B, T, hidden)."""
-        if not (self._varies and isinstance(self._handed, HandedAlone)):
-            return states
-        return states[:, : self._handed.tokens(rows.start)]
+        varying = self._varying
+        return states if varying is None else states[:, : varying.tokens(rows.start)]
 
     def counted(self, rows: slice) -> Tensor | None:
         """Return which of the tokens that blocks are passed are no padding, as these have them, bool; None for all."""
-        if self._varies and isinstance(self._handed, HandedAlone):
-            own = self._handed.counted(rows.start)
+        if (varying := self._varying) is not None:
+            own = varying.counted(rows.start)
             return None if own is None else own.to(self.factory.device)
         counted = counted_tokens(self.samples, rows)
         if counted is None:
@@ -439,7 +438,7 @@ class HiddenStream:
             states: of all samples.
             rows: samples of the output.
         """
-        output = pad_tokens(output, states.shape[1]) if self._varies else output
+        output = pad_tokens(output, states.shape[1]) if self._varying else output
         shape = (len(states), *output.shape[1:])
         leaving = states if states.shape == shape else self._allocate(shape, states.dtype)
         leaving[rows] = output.cpu()

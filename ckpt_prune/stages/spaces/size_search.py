@@ -219,8 +219,8 @@ def out_of_reach(prepared: Prepared, what: str, least: float) -> str:
     dense, parts = dense_size(prepared.whole, size.kind), ""
     if size.kind in ("params", "bytes"):
         parts = f" (parameters: {part_words(count_by_part(prepared.whole.model))})"
-    in_file = size.kind == "bytes" and any(name.startswith("llama.cpp") for name in prepared.recipe.runs_on or ())
-    in_file = in_file and prepared.whole.model.family.causal
+    causal, runs_on = prepared.whole.model.family.causal, prepared.recipe.runs_on or ()
+    in_file = size.kind == "bytes" and causal and any(name.startswith("llama.cpp") for name in runs_on)
     hint = "; for a GGUF file of that size: `ckpt-prune frontier MODEL --target-bytes …`" if in_file else ""
     return (
         f"{size.words}: out of reach of recipe {prepared.recipe.name}, {what} {size_words(size.kind, least)} at the "
