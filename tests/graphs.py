@@ -123,10 +123,10 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
     patch.setattr(exporting, "trace_model", replace_weights)
 
 
-def traced_once(patch: pytest.MonkeyPatch, module: Any) -> None:
-    """Let a module that traces the same weights of the same config again have a copy of their first graph."""
+def traced_once(patch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Let modules that trace the same weights of the same config again have a copy of their first graph."""
     traced: dict[str, bytes] = {}
-    trace = module.trace_model
+    trace = modules[0].trace_model
 
     def trace_anew(model: Any, *words: Any, **options: Any) -> onnx_ir.Model:
         weights = [(name, tensor.numpy().tobytes()) for name, tensor in model.state_dict().items()]
@@ -137,7 +137,8 @@ def traced_once(patch: pytest.MonkeyPatch, module: Any) -> None:
             traced[digest] = onnx_ir.to_proto(trace(model, *words, **options)).SerializeToString()
         return onnx_ir.from_proto(onnx.load_model_from_string(traced[digest]))
 
-    patch.setattr(module, "trace_model", trace_anew)
+    for module in modules:
+        patch.setattr(module, "trace_model", trace_anew)
 
 
 def graph_of(folder: Path) -> Path:

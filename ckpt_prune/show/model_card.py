@@ -126,7 +126,7 @@ def lines_of_search(folder: Path) -> list[str]:
     is_pruned = record.get("source") == FRONTIER_PRUNED
     first = f"; `{FRONTIER_PRUNED}` is a smaller model, which it makes of {model} first" if is_pruned else ""
     return [
-        f"`ckpt-prune frontier` found for {model}, {sentence}.",
+        f"`ckpt-prune frontier` found for {model}: {sentence}.",
         f"It was measured in {runtime} on {data}. `{FRONTIER_COMMANDS}` makes it again{first}. `{FRONTIER_PAGE}` shows "
         "what else was measured.",
     ]

@@ -345,7 +345,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", every(7, FAMILIES))
+@pytest.mark.parametrize("name", every(12, FAMILIES))
 def test_a_file_computes_what_pytorch_does(name, tmp_path):
     model_type, changes = FAMILIES[name]
     folder = save(tmp_path / "model", model_type, **changes)
@@ -490,7 +490,7 @@ REFUSED = [
 """What a config.json says, and the reason that llama.cpp has no such model."""
 
 
-@pytest.mark.parametrize(("model_type", "changes", "says"), every(3, REFUSED))
+@pytest.mark.parametrize(("model_type", "changes", "says"), every(6, REFUSED))
 def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says, tmp_path):
     folder = save(tmp_path / "model", model_type, **changes)
     with pytest.raises(UserError, match=says):

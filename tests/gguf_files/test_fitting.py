@@ -20,6 +20,7 @@ from ckpt_prune.gguf.types import is_matrix
 from ckpt_prune.model.containers.opening import open_model
 from tests.gguf_files.test_families import MULTIPLIERS
 from tests.gguf_files.tiny import DELTA, FALCON_H1, GRANITE, proving, save
+from tests.pairs import choose_cases
 
 pytest.importorskip("libgguf", reason="ggml's functions are not installed: pip install libgguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -73,7 +74,7 @@ def test_weights_of_the_file_are_put_back_where_they_are_from(tmp_path, model_ty
         torch.testing.assert_close(cleared[name], tensors[name].float())
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", choose_cases([True, False], bool))
 def test_quantize_writes_a_file_that_llama_cpp_runs_and_that_holds_the_model(tmp_path, tied):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     model = save(tmp_path / "model", "llama", **SIZES, tie_word_embeddings=tied)

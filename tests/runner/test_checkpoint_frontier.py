@@ -43,7 +43,7 @@ def sized(place):
 
 def check_card(folder, found):
     card = (folder / "README.md").read_text()
-    assert f"found for model, {found['sentence']}." in card
+    assert f"found for model: {found['sentence']}." in card
     assert "`make.sh` makes it again. `frontier.html` shows" in card
     assert "not measured" not in card
 
@@ -166,7 +166,8 @@ def test_below_what_bits_reach_tokens_and_columns_go_in_one_recipe(place, monkey
     assert code == 0, output
     found = read(place, "cut")
     best, folder = best_of(found), place / "cut"
-    assert found["sentence"].startswith("within 202 KB: drop all but 320 tokens and columns of MLPs and refit what")
+    assert found["sentence"].startswith("drop all but 320 tokens and columns of MLPs and refit what stays: ")
+    assert ", within 202 KB; " in found["sentence"]
     assert best["pruned"] == {"mlp": [64, 64], "vocabulary": 320}
     assert 0.97 * limit < (folder / "model.safetensors").stat().st_size == best["bytes"] <= limit
     check_card(folder, found)

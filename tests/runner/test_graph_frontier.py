@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, SwinConfig, SwinFo
 
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.onnx import export as exporting
 from ckpt_prune.onnx.session import OnnxModel
 from ckpt_prune.runner.frontier import graphs
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
@@ -45,9 +46,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_trace() -> Iterator[None]:
-    """Let all runs have one trace of a model; the commands that they name trace it anew."""
+    """Let all runs have one trace of a model; commands that they name trace anew what those did not."""
     with pytest.MonkeyPatch.context() as patch:
-        traced_once(patch, graphs)
+        traced_once(patch, graphs, exporting)
         yield
 
 
@@ -76,8 +77,8 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert (found["measured_in"], found["loss"]) == ("onnxruntime", "KL")
     assert found["sentence"] in sized
     assert re.search(
-        r": keep all weights: [\d.]+ KB, KL .*; of the 16 weight matrices of products and embeddings store "
-        r"(\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest)$",
+        r"keep all weights: [\d.]+ KB, KL .*, within 300 KB; of the 16 weight matrices of products and embeddings "
+        r"store (\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest)$",
         found["sentence"],
     )
     assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
@@ -107,7 +108,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
 
 def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
     card = (place / "sized" / "README.md").read_text()
-    assert "\n`ckpt-prune frontier` found for model, within 300 KB: keep all weights: " in card
+    assert "\n`ckpt-prune frontier` found for model: keep all weights: " in card
     assert (
         "\nIt was measured in onnxruntime on 2 windows of 32 tokens of held_out.txt. `make.sh` makes it again. " in card
     )

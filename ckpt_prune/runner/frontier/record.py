@@ -207,7 +207,7 @@ class Frontier:
 
     @property
     def sentence(self) -> str:
-        """Say what to do for the target."""
+        """Say what to do for the target: the answer first, and which types last, as that may be long."""
         if self.best is None or not self.passed:
             beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
             more = "" if self._least_usable is None else f"; ask for {decimal_bytes(self._least_usable)} or more"
@@ -222,7 +222,7 @@ class Frontier:
         first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
         took = "" if self.best.score.ms is None else f"{self.best.score.ms:.4g} ms, "
         size = f"{took}{decimal_bytes(self.best.score.bytes)}"
-        return f"{self.asked}: {first}: {size}, {self._figures}; {candidate.advice}"
+        return f"{first}: {size}, {self._figures}, {self.asked}; {candidate.advice}"
 
     @property
     def _figures(self) -> str:

@@ -36,11 +36,11 @@ THIRTY = {
     # Dense models, grouped queries, blocks that take their number or the kind of attention in ways of their own.
     *("biogpt", "cwm", "exaone", "gpt_neo", "helium", "jais2", "moshi", "nanochat", "openai-gpt", "vaultgemma"),
     # Experts, also in stacks, latent attention, and a block that reads what the one before it chose.
-    *("afmoe", "cohere2_moe", "ernie4_5_moe", "gpt_oss", "hunyuan_v1_moe", "llama4", "minicpm3", "zaya"),
+    *("cohere2_moe", "ernie4_5_moe", "gpt_oss", "hunyuan_v1_moe", "llama4", "minicpm3", "zaya"),
     # Blocks of several kinds, state spaces, and two stacks.
     *("git", "jamba", "lfm2", "mamba", "olmo_hybrid", "qwen3_5_text", "bart"),
     # Parts of composites, and classes of images.
-    *("fuyu", "gemma4", "modernvbert", "cvt", "data2vec-vision", "ijepa", "vit_msn"),
+    *("fuyu", "gemma4", "modernvbert", "data2vec-vision", "ijepa", "vit_msn"),
 }
 """Types that are always tried; `--thorough` tries all."""
 
