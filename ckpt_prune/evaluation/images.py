@@ -22,6 +22,7 @@ from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.model.composites import SEEING, is_composite, load_composite
 from ckpt_prune.model.context import image_tokens
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.supported import declared_family
@@ -116,9 +117,14 @@ def _read_classes(pair: Pair) -> dict[int, str]:
         config = read_json_object(folder / "config.json")
         if not is_classifier(config):
             what = config.get("architectures") or config.get("model_type")
+            remedy = (
+                "measure it with --data FILE of conversations with images"
+                if is_composite(config) and load_composite(config).auto in SEEING
+                else "measure a language model with --text"
+            )
             raise UserError(
                 f"{folder} is no image classifier ({', '.join(what) if isinstance(what, list) else what}): "
-                "--images does not go with it; measure a language model with --text"
+                f"--images does not go with it; {remedy}"
             )
         classes.append(class_names(config))
     if len({len(names) for names in classes}) > 1:

@@ -37,8 +37,16 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
     chosen = [read_recipe(each) for each in each_options]
     check_needed_pairs(each_options[-1], chosen[-1])
     nothing = {"text": (), "images": (), "labels": None, "data": None, "dry_run": True}
-    for each, recipe in zip(each_options, chosen, strict=True):
+    foreseen = [
         foresee(each.model_copy(update=nothing), recipe, last=each is each_options[-1])
+        for each, recipe in zip(each_options, chosen, strict=True)
+    ]
+    if "vision" in parts and options.data is not None:
+        from ckpt_prune.measure.samples.image_text import Reader
+
+        whole = foreseen[-1].job.model.checkpoint.within
+        assert whole is not None
+        Reader(whole.whole, trust=options.trust_remote_code)
     if options.dry_run:
         pruned = [prune_model(each, recipe, goes_on=True) for each, recipe in zip(each_options, chosen, strict=True)]
         return reduce(lambda first, second: replace(second, first=first), pruned)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 import ckpt_prune
 from ckpt_prune.runner import prune_parts
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
-from tests.talks import write_rows, write_talker
+from tests.talks import NEEDS, write_rows, write_talker
 
 DATA = ("--data", "rows.jsonl", "--window", "64", "--samples", "4")
 RIDGE = ("--part", "text", "--recipe", "ridge", "--ratio", "0.5", "--set", "spaces.mlp.compensation.lambda=0.1")
@@ -43,6 +44,16 @@ def test_measured_once(qwen: Path) -> None:
     assert read_json("own/statistics.json")["modality"] == "image-text"
     output = ok("prune", "qwen", *RIDGE, "--statistics", "own", "-o", "out")
     assert "it is calibrated on images with their text\n" in output
+
+
+@pytest.mark.parametrize("model_type", [name for name, package in NEEDS.items() if find_spec(package) is None])
+def test_a_package_that_a_processor_lacks_is_named(place: Path, model_type: str) -> None:
+    write_rows(place)
+    write_talker(place / "m", model_type)
+    refused = read_refusal("calibrate", "m", "--part", "text", *DATA, "-o", "own")
+    assert refused.startswith("m: its processor of images with text ")
+    assert f"install {'the ' * (model_type == 'mistral3')}{NEEDS[model_type]}" in refused
+    assert not Path("own").exists()
 
 
 def test_what_cannot_be_read_is_refused(qwen: Path) -> None:
@@ -153,7 +164,10 @@ def test_tower_and_text_in_one_call() -> None:
 def test_parts_one_after_the_other_are_the_same() -> None:
     ok(*ALL, "-o", "out")
     vision = ("--part", "vision", "--recipe", "corp-mlp", "--ratio", "0.5", "--data", "rows.jsonl")
-    ok("prune", "llava", *vision, "-o", "tower")
+    assert run("prune", "llava", *vision, "-o", "tower").stderr.endswith(
+        "tower was not measured: tower is no image classifier (LlavaForConditionalGeneration): --images does not go "
+        "with it; measure it with --data FILE of conversations with images\n"
+    )
     ok("prune", "tower", *RIDGE, *DATA, "-o", "whole")
     assert Path("whole/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     assert "FAILED" not in ok("verify", "whole", "--against", "llava")
@@ -194,3 +208,6 @@ def test_what_does_not_go_with_both_parts() -> None:
     assert read_refusal(*ALL[:4], "--recipe", "corp-qk", "--ratio", "0.5", *TOWER, *DATA, "-o", "out").startswith(
         "recipe corp-qk "
     )
+    Path("llava/chat_template.jinja").unlink()
+    assert read_refusal(*ALL, "-o", "out").startswith("llava has no chat template: ")
+    assert not list(Path().glob("out*"))

@@ -14,7 +14,7 @@ from transformers.models.auto import image_processing_auto
 from transformers.utils import is_torchvision_available
 
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_all_images, find_images
-from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.image_processor import image_settings, load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from tests.images import ID2LABEL, MEAN, PROCESSOR, SIZE, STD, write_csv, write_image, write_images, write_processor
 from tests.refusals import refusal
@@ -192,9 +192,11 @@ class TestRemoteCode:
     def test_one_that_only_torchvision_has_says_so(self, tmp_path, ran):
         folder = self.write(tmp_path, image_processor_type="DINOv3ViTImageProcessorFast")
         assert refusal(load_processor, folder) == (
-            f"{folder}: its image processor has torchvision's implementation alone (DINOv3's has): install the "
-            "torchvision of your torch build"
+            f"{folder}: its image processor needs torchvision: install the torchvision of your torch build"
         )
+
+    def test_settings_of_a_model_of_images_with_text_leave_out_the_form_of_its_output(self):
+        assert (image_settings("janus"), image_settings("internvl")) == ({}, {"crop_to_patches": True})
 
     def test_the_file_that_wins_decides(self, tmp_path, ran):
         folder = self.write(tmp_path, **OURS)

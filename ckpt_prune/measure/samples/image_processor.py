@@ -39,11 +39,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return _load(folder, config, trust=False)
     except Exception as error:  # transformers raises anything here, from KeyError to what a bad value runs into
-        if "torchvision" in str(error).lower() and not transformers.utils.is_torchvision_available():
-            raise UserError(
-                f"{folder}: its image processor has torchvision's implementation alone (DINOv3's has): install the "
-                "torchvision of your torch build"
-            ) from error
+        refuse_without_torchvision(folder, "image processor", error)
         if not _needs_own_code(settings, config):
             raise UserError(f"{folder}: the image processor does not load: {describe_error(error)}") from error
         if not trust_remote_code:
@@ -56,13 +52,22 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{folder}: the image processor does not load: {describe_error(error)}") from error
 
 
+def refuse_without_torchvision(folder: Path, processor: str, error: Exception) -> None:
+    """Raise UserError if what a processor raised says that torchvision is missing, as DINOv3's and Pixtral's do."""
+    if "torchvision" in str(error).lower() and not transformers.utils.is_torchvision_available():
+        raise UserError(
+            f"{folder}: its {processor} needs torchvision: install the torchvision of your torch build"
+        ) from error
+
+
 def image_settings(model_type: str) -> dict[str, Any]:
     """Return how the stock processor of a model of images with text calls its image processor: in tiles, for one."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # it loads all that loads models
 
     try:
         stock = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(model_type, ""), None)
-        return dict(getattr(stock, "images_kwargs", {}))
+        settings = getattr(stock, "images_kwargs", {})
+        return {name: value for name, value in settings.items() if name != "return_tensors"}  # which callers say
     except ImportError:  # a package that it reads videos with, or writes numbers out
         return {}
 

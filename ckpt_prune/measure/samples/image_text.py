@@ -22,7 +22,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.common.text_encoding import check_unicode, parse_json_rows
 from ckpt_prune.measure.samples.conversations import write_messages
 from ckpt_prune.measure.samples.image_files import describe_error
-from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.image_processor import load_processor, refuse_without_torchvision
 from ckpt_prune.measure.samples.images import decode_image
 from ckpt_prune.measure.samples.samples import ScoredWindows
 from ckpt_prune.measure.samples.text import check_vocabulary, fingerprint_windows, read_content, tokenizer_of
@@ -129,6 +129,7 @@ class Reader:
             arguments = [given.get(attribute) for attribute in stock.get_attributes()]
             self.processor: Any = _without_missing(stock).from_args_and_dict(arguments, settings)
         except Exception as error:  # transformers raises anything here
+            refuse_without_torchvision(folder, "processor of images with text", error)
             raise UserError(f"{folder}: its processor of images with text does not load: {one_line(error)}") from error
         self.tokenizer = tokenizer
         self.asks = "suffix" in signature(self.processor.__call__).parameters
