@@ -9,7 +9,6 @@ from ckpt_prune.api.function import takes
 from ckpt_prune.common.collection import collection_of_new_objects, without_collection
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
-from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.model.composites import has_stacks
 from ckpt_prune.model.supported import read_model_config
 from ckpt_prune.options.commands import (
@@ -31,18 +30,18 @@ from ckpt_prune.options.commands import (
 )
 from ckpt_prune.options.machine import SpreadOptions
 from ckpt_prune.options.option import select_options
-from ckpt_prune.recipe.sizes import asked_size
 from ckpt_prune.runner.refusals import (
     asked_batches,
     refuse_calibrate,
     refuse_compare,
     refuse_evaluate,
+    refuse_export,
+    refuse_frontier,
     refuse_inspect,
     refuse_plan,
     refuse_prune,
     refuse_quantize,
     refuse_recover,
-    refuse_stacks,
     refuse_sweep,
     refuse_verify,
 )
@@ -135,8 +134,7 @@ def frontier(options: FrontierOptions) -> "Frontier":
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """
-    asked_size({"bytes": options.target_bytes, "latency": options.target_latency}, None)  # refuses what is no size
-    check_texts((*options.text, *options.held_out))
+    refuse_frontier(options)
     if options.runs_on == "onnxruntime":
         with without_collection():
             from ckpt_prune.runner.frontier.graphs import explore_graphs
@@ -418,10 +416,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     For ONNX this loads the whole model, and once more to compare. A GGUF file is written tensor by tensor, and only the
     comparison loads the whole model.
     """
-    if options.format == "gguf":
-        refuse_stacks("export to a GGUF file", options.model)
-    asked_size({"bytes": options.target_bytes}, None)
-    check_texts(options.text)
+    refuse_export(options)
     with without_collection():
         from ckpt_prune.runner.export import export_model
 

@@ -76,17 +76,17 @@ def _show_sum(statistics: "Statistics", options: dict[str, Any]) -> None:
 @takes(StatisticsExportOptions)
 def export(options: StatisticsExportOptions) -> dict[str, Any]:
     """Write how much each input of a model matters as an importance matrix of llama.cpp."""
-    from ckpt_prune.gguf import require_gguf
+    from ckpt_prune.gguf import check_gguf_place, require_gguf
 
     require_gguf()
     from ckpt_prune.checkpoint.files import check_place
-    from ckpt_prune.gguf.importance import write_imatrix
-    from ckpt_prune.gguf.writing import check_gguf_place
-    from ckpt_prune.measure.statistics.folder import Statistics
-    from ckpt_prune.model.containers.opening import Opening, open_model
 
     out = check_place(options.imatrix)
     check_gguf_place(out, overwrite=options.overwrite)
+    from ckpt_prune.gguf.importance import write_imatrix
+    from ckpt_prune.measure.statistics.folder import Statistics
+    from ckpt_prune.model.containers.opening import Opening, open_model
+
     statistics = Statistics(options.folder)
     model = open_model(options.model, Opening(options.trust_remote_code, packed=True))
     importance = write_imatrix(out, statistics, model)

@@ -20,6 +20,7 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.whole_model import config_of
+from ckpt_prune.gguf import check_gguf_place
 from ckpt_prune.gguf.encoders import is_encoder
 from ckpt_prune.gguf.fitting import Fitter
 from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
@@ -39,7 +40,7 @@ from ckpt_prune.gguf.types import (
     zero_bytes,
 )
 from ckpt_prune.gguf.weights import other_weights
-from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
+from ckpt_prune.gguf.writing import write_gguf
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.composites import text_part

@@ -1,7 +1,6 @@
 """Writing a GGUF file, one tensor in memory at a time."""
 
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -151,18 +150,3 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def check_gguf_place(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output that is no new file, unless it replaces a GGUF file."""
-    if out.suffix != ".gguf":
-        raise UserError(f"{out}: a GGUF file has a name that ends in .gguf")
-    if not os.path.lexists(out):
-        return
-    if out.is_symlink() or not out.is_file():
-        raise UserError(f"{out} is no file: choose another name")
-    if not overwrite:
-        raise UserError(f"{out} exists; --overwrite replaces it, or choose another name")
-    with out.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise UserError(f"{out} is no GGUF file, and is not replaced: choose another name")

@@ -95,7 +95,7 @@ def count_by_part(model: Model) -> dict[str, int]:
     family, tied, parts = model.family, _tied_names(model), dict[str, int]()
     blocks = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + "(.+)")
     shared = commonpath([module.replace(".", "/") for module in family.attention.modules]).replace("/", ".")
-    others = family.linears_of("mlp")
+    others = {*family.linears_of("mlp")}
     mlp = {module.partition(".")[0] for module in others if module not in family.spaceless}
     mlp -= {module.partition(".")[0] for module in family.attention.modules}
     is_apart = shared and not any(_is_below(module, shared) for module in others)

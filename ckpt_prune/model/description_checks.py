@@ -21,14 +21,14 @@ from ckpt_prune.model.skeleton import (
     stock_class,
     stored_key,
 )
-from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space, spaces_among
+from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, first_expert_spaces, product, recipe_space, spaces_among
 from ckpt_prune.model.width_switches import stating_config
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @quiet_transformers()
-def check_description(family: Family, config: Mapping[str, Any]) -> None:
+def check_description(family: Family, config: Mapping[str, Any], *, changes: bool = True) -> None:
     """Check all of a description that shapes can show: names, dimensions, spaces, config keys and slots of biases.
 
     Shapes do not show what a model computes (rotary embeddings, the place of norms). The UserError begins with the key
@@ -36,6 +36,8 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
 
     Args:
         config: config.json of a model of that family.
+        changes: also build the class under changed configs, with fewer units and other biases: about ten times, of
+            which each takes a second if there are hundreds of experts.
     """
     declared = next(iter(config.get("architectures") or []), "")
     family = family.of(declared if family.has_class(declared) else family.architecture)
@@ -66,13 +68,17 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     family = _check_linears(family, _by_block(family, names.shapes, blocks))
     for part in family.of_one_width:
         sizes = _sizes(part, _shapes_inside(part, names.shapes, parsed, family))
-        _check_bias_slots(part, config, parsed, family)
+        if changes:
+            _check_bias_slots(part, config, parsed, family)
         _check_attention(part, parsed, sizes)
         _check_residual(part, parsed, sizes)
-        for name, space in part.spaces.items():
+        for name in first_expert_spaces(part.spaces).values():
+            space = part.spaces[name]
             _check_units(part, name, parsed, sizes)
             if (space.fixed or space.whole) is None and space.units not in family.multiples:
-                _check_widths(part, name, config, parsed, sizes, family)
+                _check_stated(part, name, parsed)
+                if changes:
+                    _check_widths(part, name, config, parsed, sizes, family)
 
 
 def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
@@ -80,15 +86,17 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
 
     What pools the tokens is a site of the last block.
     """
-    of_blocks: list[dict[str, tuple[int, ...]]] = []
-    for block in range(blocks):
-        prefix = family.block.format(block=block)
-        inside = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    of_blocks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(blocks)]
+    before, after = map(re.escape, family.block.split("{block}"))
+    for name, own in shapes.items():
+        place = re.match(rf"{before}(\d+){after}", name)
+        if place is not None and int(place[1]) < blocks:
+            of_blocks[int(place[1])][name[place.end() :]] = own
+    for inside in of_blocks:
         for stack, (part,) in ({} if family.experts is None else family.experts.stacks).items():
             count, *shape = inside.pop(stack, (0,))
             turned = family.experts is not None and family.experts.transposed and part.endswith(".weight")
             inside |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
-        of_blocks.append(inside)
     for module in (module for space in family.pooling.values() for module in space.modules):
         tensors = ((f"{module}.{kind}", shapes.get(family.tensor(0, module, kind))) for kind in KINDS)
         of_blocks[-1] |= {name: shape for name, shape in tensors if shape is not None}
@@ -103,9 +111,10 @@ def _shapes_inside(family: Family, shapes: Shapes, parsed: Any, whole: Family) -
     Args:
         whole: the family with its MLPs of all widths.
     """
+    columns = family.columns
 
     def fits(name: SpaceName, inside: Shapes) -> bool:
-        space = family.columns.get(name)
+        space = columns.get(name)
         shape = None if space is None else inside.get(f"{space.consumer}.weight")
         if space is None or shape is None:
             return True
@@ -207,13 +216,14 @@ def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any, whole
     keys = sorted({slot for slot in family.bias_slots.values() if isinstance(slot, str)})
     if unknown := [key for key in keys if read_key(parsed, key) is None]:
         raise UserError(f"bias_slots: {type(parsed).__name__} has no key {unknown[0]}")
+    of_experts = family.expert_modules
     for opened in [set[str](), *({key} for key in keys)]:
         settings = {key: key in opened for key in keys}
         changed = parse_config(with_keys(config, settings))
         stock = Names(build_skeleton(changed, family.architecture)).shapes
         shapes = _shapes_inside(family, stock, changed, whole)
         for module in family.linears:
-            if module in family.expert_modules:
+            if module in of_experts:
                 continue  # all have biases or none (`Experts.biased`), and none gets one
             slot = family.bias_slots.get(module, False)
             is_open = slot is True or slot in opened
@@ -310,6 +320,25 @@ def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) ->
             )
 
 
+def _check_stated(family: Family, name: SpaceName, parsed: Any) -> None:
+    """Check that the config states the units of a space under its keys."""
+
+    def dimension(each: str) -> int:
+        return family.dimension(parsed, each)
+
+    space = family.spaces[name]
+    units = space.count(dimension)
+    for key in space.config if units > 1 else ():
+        if family.read_key(parsed, key) is None and space.units in family.derived:
+            continue  # as in GPT-BigCode: the class derives the width unless it is stated
+        if not isinstance(family.read_key(parsed, key), int | list):
+            raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
+        dense, factors = units * product(space.config[key], dimension), [space.units, *space.config[key]]
+        if family.read_key(parsed, key) != family.as_listed(parsed, key, dense):
+            stated, said = family.read_key(parsed, key), " times ".join(map(str, factors))
+            raise UserError(f"spaces.{name}.config: {key} is {stated} in config.json, and {said} is {dense}")
+
+
 def _check_widths(
     family: Family, name: SpaceName, config: dict[str, Any], parsed: Any, sizes: Shapes, whole: Family
 ) -> None:
@@ -323,15 +352,6 @@ def _check_widths(
     if units < 2:
         return
     kept = units - 1
-    for key in space.config:
-        if family.read_key(parsed, key) is None and space.units in family.derived:
-            continue  # as in GPT-BigCode: the class derives the width unless it is stated
-        if not isinstance(family.read_key(parsed, key), int | list):
-            raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
-        dense, factors = units * product(space.config[key], dimension), [space.units, *space.config[key]]
-        if family.read_key(parsed, key) != family.as_listed(parsed, key, dense):
-            stated, said = family.read_key(parsed, key), " times ".join(map(str, factors))
-            raise UserError(f"spaces.{name}.config: {key} is {stated} in config.json, and {said} is {dense}")
     others = {other.units: other.count(dimension) for other in family.spaces.values() if other.units != space.units}
     values = {}
     for key, factors in space.config.items():

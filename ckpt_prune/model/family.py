@@ -232,8 +232,8 @@ class Family(StrictModel):
 
     def fits(self, config: Any, name: SpaceName, columns: int) -> bool:
         """Return whether a block whose consumer has so many columns has a space, of two for MLPs of two widths."""
-        space = self.columns.get(name)
-        narrower = {each.wider_than for each in self.columns.values()}
+        space = None if expert_of(name) is not None else self.columns.get(name)  # experts are equally wide
+        narrower = (each.wider_than for each in self.spaces.values() if isinstance(each, ConsumerSpace))
         if space is None or (space.wider_than is None and name not in narrower):
             return True
         dimension = partial(self.dimension, config)

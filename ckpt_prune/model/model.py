@@ -324,7 +324,7 @@ class Model:
         counts = torch.tensor([widths.get(space, units) for space, units in self.dense_widths[block].items()])
         return {**tensors, self.widths_name(block): counts}
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
         if self.family.modality == "audio":

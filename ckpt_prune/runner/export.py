@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.checkpoint.model_folder import model_name, resolve_model
-from ckpt_prune.checkpoint.staging import refuse_inside
 from ckpt_prune.common.collection import collection_of_new_objects
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.progress import Notices
@@ -35,7 +34,6 @@ def export_model(options: ExportOptions) -> "Exported | ExportedGguf":
 def _export_graphs(options: ExportOptions) -> Exported:
     settings = select_options(options, GraphSettings)
     source = open_checkpoint(options.model, Opening(options.trust_remote_code, packed=True, whole=True))
-    refuse_inside(options.output, [options.labels, *options.images, *options.text])
     writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
     dense = find_dense(options.dense, options.max_loss_dense, source.path)
     if options.proof and dense is None and (near := find_dense_source(source.path)) is not None:
@@ -59,9 +57,7 @@ def _export_graphs(options: ExportOptions) -> Exported:
 def _export_gguf(options: ExportOptions) -> "ExportedGguf":
     require_gguf()
     from ckpt_prune.gguf.export import export_gguf
-    from ckpt_prune.gguf.writing import check_gguf_place
 
-    check_gguf_place(options.output, overwrite=options.overwrite)
     dense = dense_of_file(options.dense, resolve_model(options.model)) if options.proof or options.dense else None
     return export_gguf(
         options.model,

@@ -68,9 +68,7 @@ def _quantize_gguf(options: QuantizeOptions) -> "ExportedGguf":
     """Write a GGUF file whose matrices are rounded by the samples of the options, and prove it in llama.cpp."""
     require_gguf()
     from ckpt_prune.gguf.export import export_gguf, open_text_model
-    from ckpt_prune.gguf.writing import check_gguf_place
 
-    check_gguf_place(options.output, overwrite=options.overwrite)
     if process_group().size > 1:
         raise UserError("--format gguf rounds in one process: start it without torchrun")
     device = resolve_device(options.device)

@@ -3,13 +3,15 @@
 from functools import partial
 from pathlib import Path
 
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.model_folder import check_output_folder, holds_graphs, refuse_adapter
-from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_overlap
+from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_inside, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import parse_suite
+from ckpt_prune.gguf import check_gguf_place
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
 from ckpt_prune.model.composites import (
@@ -27,6 +29,8 @@ from ckpt_prune.options.commands import (
     CalibrateOptions,
     CompareOptions,
     EvaluateOptions,
+    ExportOptions,
+    FrontierOptions,
     InspectOptions,
     PlanOptions,
     PruneOptions,
@@ -41,7 +45,9 @@ from ckpt_prune.options.training import LoraSettings, SnowsSettings
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.recipe.sizes import asked_size
+from ckpt_prune.runner.frontier.record import FRONTIER
 from ckpt_prune.runner.sweep_values import OF_DATA, values_of
+from ckpt_prune.stages.quantize.records import QUANTISATION_KIND
 
 
 def refuse_prune(options: PruneOptions) -> None:
@@ -152,6 +158,28 @@ def refuse_quantize(options: QuantizeOptions) -> None:
     _check_quality(options, options.model)
     if options.statistics is not None:
         check_statistics(options.statistics)
+    if of_text:
+        check_gguf_place(options.output, overwrite=options.overwrite)
+    else:
+        kind = QUANTISATION_KIND
+        _check_place(options.model, options.output, resume=options.resume, overwrite=options.overwrite, kind=kind)
+
+
+def refuse_frontier(options: FrontierOptions) -> None:
+    asked_size({"bytes": options.target_bytes, "latency": options.target_latency}, None)
+    check_texts((*options.text, *options.held_out))
+    _check_place(options.model, options.output, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
+
+
+def refuse_export(options: ExportOptions) -> None:
+    asked_size({"bytes": options.target_bytes}, None)
+    check_texts(options.text)
+    if options.format == "gguf":
+        refuse_stacks("export to a GGUF file", options.model)
+        check_gguf_place(options.output, overwrite=options.overwrite)
+    else:
+        refuse_inside(options.output, [options.labels, *options.images, *options.text])
+        Staging(options.output, job="export", overwrite=options.overwrite, kind=EXPORT_KIND)
 
 
 def refuse_recover(options: RecoverOptions) -> None:
@@ -240,9 +268,9 @@ def _require_data(command: str, options: SampleOptions) -> None:
         raise UserError(f"{command} needs --text FILE, --images DIR for {models}, or --audio DIR")
 
 
-def _check_place(model: str, out: Path, *, resume: bool, overwrite: bool) -> None:
+def _check_place(model: str, out: Path, *, resume: bool, overwrite: bool, kind: FolderKind = OUTPUT_KIND) -> None:
     if Path(model).is_dir():
-        process_group().on_first(lambda: check_output(Path(model), out, resume=resume, overwrite=overwrite))
+        process_group().on_first(lambda: check_output(Path(model), out, resume=resume, overwrite=overwrite, kind=kind))
 
 
 def _check_quality(options: QualityOptions, model: str) -> None:

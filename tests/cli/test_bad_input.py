@@ -180,6 +180,20 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         "absent holds no statistics.json: ",
     ),
     (["export", "dense", "--text", "absent.txt", "-o", "out"], "absent.txt: no such text file"),
+    (["export", "dense", "-o", "pruned"], "{here}/pruned exists and is not an exported folder (it has no ckpt_prune_o"),
+    (["export", "dense", "--format", "gguf", "-o", "out"], "out: a GGUF file has a name that ends in .gguf"),
+    (
+        ["quantize", "dense", "--format", "gguf", "--type", "q8_0", *TEXT, "-o", "out"],
+        "out: a GGUF file has a name that ends in .gguf",
+    ),
+    (
+        ["quantize", "dense", "--format", "int8", "-o", "pruned"],
+        "{here}/pruned exists and is not what `quantize` wrote (it has no ",
+    ),
+    (
+        ["frontier", "dense", "--text", "calib.txt", "--held-out", "held.txt", "-o", "pruned"],
+        "{here}/pruned exists and is not a folder that `ckpt-prune frontier` writes (it has no ",
+    ),
     *(
         ([*command, "-o", "absent/out"], "the folder {here}/absent does not exist; create it first")
         for command in (
@@ -221,6 +235,7 @@ def test_what_can_be_refused_without_torch_is(place):
     for folder, config in (("experts", {"model_type": "llama", "num_experts": 8}),):
         Path(folder).mkdir()
         Path(folder, "config.json").write_text(json.dumps(config))
+    Path("held.txt").write_text("what was not seen")
     Path("bad.yaml").write_text("version: 1\nname: bad\nratio: 0.2\nspacez: {}\n")
     cases = [*((*case, []) for case in WITHOUT_TORCH), *((*case, ["torch"]) for case in WITHOUT_TRANSFORMERS)]
     commands = json.dumps([arguments for arguments, *_ in cases])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model import description_checks
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, load_family, parse_family
 from ckpt_prune.model.short_forms import shorten_description
@@ -146,6 +147,18 @@ def test_what_writes_the_stream_are_the_consumers_though_others_are_as_wide() ->
     with pytest.raises(UserError) as error:
         check_description(parse_family(json.dumps(description)), CONFIG | {"hidden_size": 32})
     assert str(error.value) == "residual.writes: not the consumers of the spaces: self_attn.o_proj"
+
+
+def test_a_class_is_built_as_often_however_many_experts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-Next has 512 in each of 48 blocks: once more for each of them took minutes."""
+    config = json.loads(next(case for case in CASES if case.model_type == "mixtral").config.to_json_string(False))
+    build, built = description_checks.build_skeleton, list[str]()
+    monkeypatch.setattr(description_checks, "build_skeleton", lambda *of: built.append(of[1]) or build(*of))
+    counts = []
+    for experts, changes in ((2, True), (4, True), (4, False)):
+        check_description(load_family("mixtral"), config | {"num_local_experts": experts}, changes=changes)
+        counts.append(len(built) - sum(counts))
+    assert counts[0] == counts[1] > counts[2] == 1
 
 
 @pytest.mark.parametrize("modules", [["self_attn.k_proj", "self_attn.q_proj"], ["self_attn.q_proj"]])

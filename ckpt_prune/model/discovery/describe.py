@@ -518,11 +518,14 @@ class Describer:
         """Add the heads of linear attention, each with the value heads that read its keys, or say why they stay."""
         if "linear_heads" in self.spaces:
             return "its tokens mix in a third way"
+        none = "no config key counts its heads, or they depend on one another"
+        if not any(re.search(_LINEAR_HEADS, key) for key in self.whole_numbers):
+            return none  # before derivatives of every column are taken, which a state space makes slow
         unit = join_units(trace)
         count = int(unit.max()) + 1
         key = self.key_of(count, _LINEAR_HEADS)
         if count < 2 or key is None or len(unit) % count:
-            return "no config key counts its heads, or they depend on one another"
+            return none
         sizes, of_all = {"linear_heads": count}, dict[str, list[str]]()
         if key == _KEY_HEADS:
             values = self.twin.config[_VALUE_HEADS]
