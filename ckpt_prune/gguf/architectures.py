@@ -241,6 +241,7 @@ class Architecture:
         outer: module outside the blocks → tensor in GGUF.
         neighbours: llama.cpp rotates pairs of neighbouring rows where transformers rotates the halves of a head, so
             that rows of q and k are reordered.
+        halved: the other way round: transformers rotates neighbours, and llama.cpp halves.
         norm_offset: what is added to the weights of norms.
         values: GGUF key, without the architecture's name → key of config.json.
         absent: GGUF key → what llama.cpp takes for it where a file lacks it. Without one, a file must have it.
@@ -287,6 +288,7 @@ class Architecture:
         joined: rows of gate and of up are one tensor there, all of gate first.
         layers: module beside the embedding that holds the blocks.
         wholes: types of models that also see, of which it computes the part that generates text.
+        alone: type of a model that generates text by itself and computes the same; "" if its own does.
         latent: keys and values of all heads are made of one latent vector of a token (MLA), by two matrices of which
             one is multiplied into queries ("apart"), or by one as it is stored ("whole").
         scalars: tensor of a block with one number → GGUF key, as it stands, that lists these numbers of all blocks.
@@ -320,6 +322,7 @@ class Architecture:
     block: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     neighbours: bool = False
+    halved: bool = False
     norm_offset: int = 0
     values: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, float | None] = field(default_factory=dict)
@@ -357,6 +360,7 @@ class Architecture:
     joined: bool = False
     layers: str = "layers"
     wholes: tuple[str, ...] = ()
+    alone: str = ""
     latent: Literal["", "apart", "whole"] = ""
     scalars: Mapping[str, str] = field(default_factory=dict)
     bases: str = ""
@@ -435,6 +439,16 @@ _OLMO = (
     }
 )
 _JOINED = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+_GLM4 = (
+    ATTENTION
+    | _JOINED
+    | {
+        "input_layernorm": "attn_norm",
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    }
+)
 _SILU = {"hidden_act": SILU}
 _GELU = {"hidden_activation": (*TANH_GELU, None)}
 _NONE: frozenset[str] = frozenset()
@@ -500,6 +514,7 @@ _OSS = {
     "mlp.experts.down_proj.shift": "ffn_down_exps.bias",
 }
 _OSS_ONLY: dict[str, tuple[Any, ...]] = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
+_EXPERT_HALVES = {"mlp.experts.gate_up_proj.weight": ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")}
 _OSS_HALVES = {
     f"mlp.experts.gate_up_proj.{kind}": (f"mlp.experts.gate_proj.{kind}", f"mlp.experts.up_proj.{kind}")
     for kind in ("weight", "bias")
@@ -514,6 +529,15 @@ _ONE_GROUP: dict[str, tuple[Any, ...]] = {"n_group": (1,), "topk_group": (1,)}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _INTERLEAVED: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
 _ROUTED = EXPERTS | SHARED_ALWAYS | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+_GLM4_MOE = (
+    ATTENTION
+    | GATED
+    | _ROUTED
+    | {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+    }
+)
 _ROUTED_COUNTS = {
     "expert_count": "n_routed_experts",
     "expert_shared_count": "n_shared_experts",
@@ -723,9 +747,8 @@ ARCHITECTURES = (
                  window="some", pattern=4),
     Architecture("exaone4", "exaone4", _OLMO, only=_SILU | {"sliding_window": (None,)}, biases=_NONE, table=True,
                  whole="heads"),
-    Architecture("glm4", "glm4", {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
-                 "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"} | ATTENTION |
-                 _JOINED, only=_SILU, biases=_INPUTS, partial=True, joined=True, halves={FUSED_GATES: GATES}),
+    Architecture("glm4", "glm4", _GLM4, only=_SILU, biases=_INPUTS, partial=True, joined=True,
+                 halves={FUSED_GATES: GATES}),
     Architecture("hunyuan-dense", "hunyuan_v1_dense", LLAMA | _QUERY_NORMS, only=_SILU, biases=_NONE),
     Architecture("llama", "mixtral", NORMS | ATTENTION | MIXTRAL, neighbours=True, only=_SILU, biases=_NONE,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
@@ -781,10 +804,9 @@ ARCHITECTURES = (
                  "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
                  "expert_shared_count": "moe_num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""},
                  constants={"interleave_moe_layer_step": 1}),
-    Architecture("glm4moe", "glm4_moe", {"input_layernorm": "attn_norm",
-                 "post_attention_layernorm": "post_attention_norm"} | ATTENTION | HEAD_NORMS | GATED | _ROUTED,
-                 biases=_INPUTS, only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, partial=True, leading=_LEADING,
-                 values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH, constants=_SIGMOID_SUM),
+    Architecture("glm4moe", "glm4_moe", _GLM4_MOE | HEAD_NORMS, biases=_INPUTS, only=_SILU | _ONE_GROUP | {
+                 "norm_topk_prob": (True,)}, partial=True, leading=_LEADING, values=_SCALED,
+                 counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH, constants=_SIGMOID_SUM),
     Architecture("dots1", "dots1", LLAMA | HEAD_NORMS | _ROUTED, biases=_NONE, leading=_LEADING, values=_SCALED,
                  only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _ROUTED_COUNTS,
                  widths=_WIDTH, constants=_SIGMOID_SUM, own_keys=True),
@@ -829,8 +851,7 @@ ARCHITECTURES = (
                  "shared_expert_combination_strategy": ("average",), "prefix_dense_sliding_window_pattern": (1,)},
                  counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, constants=_SIGMOID_SUM,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size") | {SHARED_WIDTH: ""}),
-    Architecture("glm4moe", "solar_open", {"input_layernorm": "attn_norm",
-                 "post_attention_layernorm": "post_attention_norm"} | ATTENTION | _ROUTED, biases=_NONE,
+    Architecture("glm4moe", "solar_open", _GLM4_MOE, biases=_NONE,
                  only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, values=_SCALED,
                  counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
                  constants=_SIGMOID_SUM | {"leading_dense_block_count": 0}),
@@ -861,6 +882,15 @@ ARCHITECTURES = (
                  whole="heads", wholes=("qwen2_vl", "qwen2_5_vl")),
     Architecture("qwen3vl", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  sections="turns", wholes=("qwen3_vl",)),
+    Architecture("qwen3vlmoe", "qwen3_vl_moe_text", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
+                 _EXPERTS_ALONE | {"norm_topk_prob": (True, None), "use_sliding_window": (False, None)},
+                 counts=_CHOSEN, widths=_WIDTH, sections="turns", wholes=("qwen3_vl_moe",), halves=_EXPERT_HALVES,
+                 alone="qwen3_moe"),
+    Architecture("glm4", "glm4v_text", _GLM4, only=_SILU, biases=_INPUTS, partial=True, joined=True, sections="stated",
+                 halves={FUSED_GATES: GATES}, halved=True, alone="glm4"),
+    Architecture("glm4moe", "glm4v_moe_text", _GLM4_MOE, biases=_INPUTS, only=_SILU | _ONE_GROUP | {
+                 "norm_topk_prob": (True,)}, partial=True, leading=_LEADING, values=_SCALED, sections="stated",
+                 counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH, constants=_SIGMOID_SUM, alone="glm4_moe"),
     Architecture("phi2", "phi", {"input_layernorm": "attn_norm", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"} |
                  ATTENTION | {"self_attn.dense": "attn_output"}, _FINAL_LAYERNORM, partial=True, whole="heads",
                  only=_UNTIED | {"hidden_act": TANH_GELU, "qk_layernorm": (False,)}, epsilon="layer_norm_epsilon"),

@@ -20,7 +20,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.layout import Layout, lay_out, with_head
 from ckpt_prune.gguf.rounding import Array, encode
 from ckpt_prune.gguf.types import head_of
 from ckpt_prune.job.job import LiveSamples
@@ -100,7 +100,8 @@ class _Matrices:
 
     def __init__(self, model: Model, chosen: GgufType) -> None:
         self.now: dict[str, Tensor] = {}
-        self._shapes = {name: tuple(info.shape) for name, info in model.checkpoint.tensors.items()}
+        self.checkpoint = with_head(model).checkpoint
+        self._shapes = {name: tuple(info.shape) for name, info in self.checkpoint.tensors.items()}
         self._value: Callable[[str], Tensor] = self.now.__getitem__
         self._sources: list[str] = []
         self.layout = lay_out(model, chosen, self._read)
@@ -250,7 +251,7 @@ class Fitter:
         if name not in self._kinds or self._matrices.layout.architecture.encodes:
             return
         sums, place = stream.observe_head(gram=self._feedback), self._matrices.place(name)
-        self._matrices.now.update(self.model.checkpoint.read(place.sources))
+        self._matrices.now.update(self._matrices.checkpoint.read(place.sources))
         folds = [self._place(each, place) for each in sums]
         yield from self._keep({name: self._round(name, folds, least_damp=HEAD_DAMP)}).items()
 

@@ -49,6 +49,7 @@ from ckpt_prune.gguf.orders import (
     split_latent,
 )
 from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensors
+from ckpt_prune.model.composites import head_of_whole
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.context import reserved_positions
 from ckpt_prune.model.model import Model
@@ -56,6 +57,7 @@ from ckpt_prune.model.runtimes import changes_of_config, refusal
 from ckpt_prune.model.skeleton import is_stored_buffer, parse_config
 
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
+_GENERATES, _HEAD = ("ForCausalLM", "LMHeadModel"), "lm_head.weight"
 _NO_SINK = -1e30
 """A sink whose share of attention is 0."""
 _TOKENS_PER_LAYER = "model.embed_tokens_per_layer.weight"
@@ -129,16 +131,19 @@ class GgufSource:
     @classmethod
     def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "GgufSource":
         """Sort the tensors of a model; `read` returns one by name, by default as it is stored."""
+        model = with_head(model)
         read = read or partial(_read, model)
         checkpoint, family, start = model.checkpoint, model.family, model.family.blocks_prefix
         model_type = str(checkpoint.config["model_type"])
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
-        generates = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        beside = None if architecture.endswith(_GENERATES) else head_of_whole(checkpoint)
+        generates = architecture.endswith(_GENERATES) or beside is not None
         encoder = None if generates else _encoder(model_type, architecture)
         # Names of encoders are those of the base model, and what is not of it is a head.
         base = "" if encoder is None else start.removesuffix(f"{encoder.layers}.")
         left_out: list[str] = []
         tied = checkpoint.config.get("tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
+        tied = tied and beside is None
         head = f"{family.head or 'lm_head'}.weight"
         before = "" if family.prefixed else f"{family.base}."  # names of the base model, as GPT-2 is published
         outer: dict[str, GgufWeight] = {}
@@ -474,6 +479,18 @@ class GgufSource:
         final = 1 / self.value("logits_scaling") / (embedding if self.tied else 1)
         outer = {"model.embed_tokens": embedding, "model.norm": final}
         return self._scale({**outer, QUERY: attention, OUTPUT: residual, "mlp.down_proj": residual})
+
+
+def with_head(model: Model) -> Model:
+    """Return a text part whose own class has no head with the one by which the whole predicts tokens, if it has any."""
+    checkpoint = model.checkpoint
+    if checkpoint.within is None or model.family.head is not None:
+        return model
+    head, stored = head_of_whole(checkpoint), checkpoint.within.whole.tensors
+    if head is None or head not in stored:
+        return model
+    tensors = {**checkpoint.tensors, _HEAD: replace(stored[head], name=_HEAD)}
+    return replace(model, checkpoint=replace(checkpoint, tensors=tensors))
 
 
 def _zeros(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, GgufWeight]:
@@ -1189,8 +1206,8 @@ def _tensors(source: GgufSource, architecture: Architecture, rotated: int) -> It
                 parts = [block[name.replace(QUERY, each)] for each in (QUERY, KEY, VALUE)]
                 yield f"blk.{index}.{mapped.replace('attn_q', 'attn_qkv')}", GgufWeight.join(parts, 0)
                 continue
-            if architecture.neighbours and heads:
-                weight = weight.pair_neighbours(heads, rotated)
+            if (architecture.neighbours or architecture.halved) and heads:
+                weight = weight.pair_neighbours(heads, rotated, back=architecture.halved)
             weight = weight.plus(architecture.added_to(name)).times(factor if module == scaled else 1)
             yield f"blk.{index}.{mapped}", _as_stored(mapped, weight)
 

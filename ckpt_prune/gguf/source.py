@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,7 @@ def _architecture(file: GgufFile) -> Architecture:
 
     gate = file.values.get(f"{name}.expert_gating_func")
     normed = bool(file.values.get(f"{name}.{NORMED}"))
+    sections = any(file.values.get(f"{name}.rope.dimension_sections") or ())
 
     def fits(each: Architecture) -> tuple[bool, ...]:
         is_shared = (SHARED_WIDTH in each.widths) == shared
@@ -282,9 +284,14 @@ def _architecture(file: GgufFile) -> Architecture:
             has_gate,
             bool(each.constants.get(NORMED)) == normed,
             bool(each.values) == any(f"{name}.{key}" in file.values for key in each.values),  # Bamba has no factors
+            bool(each.sections) == sections,
         )
 
-    return max(candidates, key=fits)
+    found = max(candidates, key=fits)
+    if not found.alone:
+        return found
+    # Models with experts that generate text by themselves store each expert.
+    return replace(found, model_type=found.alone, halves={} if experts else found.halves)
 
 
 def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
@@ -885,11 +892,11 @@ def _tensors(
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
         weight = GgufWeight(info.shape, partial(file.read, name))
         heads = {QUERY: config.get("num_attention_heads"), KEY: config.get("num_key_value_heads")}.get(module or "")
-        if architecture.neighbours and heads:
+        if (architecture.neighbours or architecture.halved) and heads:
             if info.shape[0] % (2 * heads):
                 raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
             share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
-            weight = weight.pair_neighbours(heads, round(share * info.shape[0] / heads), back=True)
+            weight = weight.pair_neighbours(heads, round(share * info.shape[0] / heads), back=architecture.neighbours)
         if module == architecture.fused and module:
             weight = weight.take(0, _fused_rows(file, name, architecture, config))
         if base.endswith("_exps") and len(info.shape) > 1:

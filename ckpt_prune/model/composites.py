@@ -244,6 +244,20 @@ def composite_names(config: Mapping[str, Any]) -> "Names":
     return stock_names(dict(config), load_composite(config).architecture)
 
 
+def head_of_whole(part: "Checkpoint") -> str | None:
+    """Return the name on disk of the head by which a whole predicts tokens of what its text part makes.
+
+    None if the checkpoint is no such part. A head that is the embedding is not stored.
+    """
+    if part.within is None or part.within.part != "text":
+        return None
+    names = composite_names(part.within.whole.config)
+    model: Any = names.model
+    head = model.get_output_embeddings()
+    path = None if head is None else next(path for path, each in model.named_modules() if each is head)
+    return None if path is None else names.saved_as(f"{path}.weight")
+
+
 def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, spaceless: bool = False) -> "Checkpoint":
     """Return a part of a composite as the checkpoint of a stock class, under that class's names and config.
 
@@ -251,7 +265,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
     whole's own class has no room for. `goes_on` is as in `PartOf`, `spaceless` as in `discover`.
     """
     from ckpt_prune.checkpoint.checkpoint import PartOf
-    from ckpt_prune.model.skeleton import parse_config, stock_names
+    from ckpt_prune.model.skeleton import convert_as_whole, parse_config, stock_names
     from ckpt_prune.model.ties import apply_ties, ties_on_disk
 
     composite = load_composite(whole.config)
@@ -261,6 +275,8 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
     if part.auto == "AutoModelForCausalLM":  # blocks that predict further tokens have the widths of the part's
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
+    if part.auto == "AutoModel":
+        convert_as_whole(str(whole.config["model_type"]), str(config["model_type"]))
     if part.described is None and config["model_type"] not in known_families():
         from ckpt_prune.model.discovery.discover import Stack, discover
         from ckpt_prune.model.discovery.parts import find_class

@@ -75,11 +75,11 @@ def tied_by_description(checkpoint: Checkpoint, family: Family) -> dict[str, str
 def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     """Return the checkpoint as the package sees it: every weight of a block's linear modules is (outputs, inputs).
 
-    Weights of Conv1D modules are transposed, and stacks of experts are split, here and nowhere else. Experts may also
-    be stored as transformers has them in memory (`save_pretrained(…, save_original_format=False)`): all gates and ups
-    in one tensor, all last projections in another. Outputs are written with the names and shapes of the input. Tensors
-    that the class ignores (`Names.ignores`) are left out, and tied tensors are read as the class loads them. The config
-    is one that states widths.
+    Weights of Conv1D modules are transposed, and stacks of experts are split, and turned where their class turns them
+    as it loads them, here and nowhere else. Experts may also be stored as transformers has them in memory
+    (`save_pretrained(…, save_original_format=False)`): all gates and ups in one tensor, all last projections in
+    another. Outputs are written with the names and shapes of the input. Tensors that the class ignores
+    (`Names.ignores`) are left out, and tied tensors are read as the class loads them. The config states widths.
     """
     experts, checkpoint = family.experts, with_stated_widths(checkpoint, family)
     checkpoint = apply_family_ties(checkpoint.ignore(_list_ignored(checkpoint, family)), family)
@@ -99,10 +99,15 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
         if any(rest in experts.held for *_, rest in matches):
             aliases = _aliases(checkpoint, family, stacks.keys())
     turned = (name for name, _, rest in matches if rest.removesuffix(".weight") in family.transposed)
+    names = _stock_names(checkpoint, family) if stacks else None
+    turned_stacks = [
+        stack
+        for name, stack in stacks.items()
+        if (experts is not None and experts.transposed)
+        or (stack.each == 1 and names is not None and names.is_turned(name, checkpoint.tensors[name].shape))
+    ]
     checkpoint = checkpoint.transpose(turned).split(stacks).rename(aliases)
-    if experts is None or not experts.transposed:
-        return checkpoint
-    return checkpoint.transpose(part for stack in stacks.values() for part in stack.parts if part.endswith(".weight"))
+    return checkpoint.transpose(part for stack in turned_stacks for part in stack.parts if part.endswith(".weight"))
 
 
 def match_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, Family]:

@@ -90,7 +90,8 @@ _LLAMA_CPP = (
     *("llama4_text", "minicpm3", "helium", "cwm", "ministral", "apertus1p5_text", "sarvam_mla", "aria_text"),
     *("hyperclovax", "jamba", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "laguna", "mimo_v2_flash"),
     *("gpt2", "gpt_neox", "falcon", "bloom", "mpt", "gpt_bigcode", "sarvam_moe", "minimax_m3_vl_text"),
-    *("mamba", "falcon_mamba", "mamba2", "bamba", "minimax", "emu3_text_model"),
+    *("mamba", "falcon_mamba", "mamba2", "bamba", "minimax", "emu3_text_model", "qwen3_vl_moe_text", "glm4v_text"),
+    "glm4v_moe_text",
 )
 _LLAMA_CPP_ENCODERS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert", "nomic_bert", "eurobert"),

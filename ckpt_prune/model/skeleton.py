@@ -261,6 +261,19 @@ class Names:
         first, *rest = (tuple(self._parameters[name].shape) for name in parameters)
         return (first[0] + sum(each[0] for each in rest), *first[1:]) if rest else first
 
+    def is_turned(self, disk: str, shape: Shape) -> bool:
+        """Return whether a tensor on disk has matrices the other way round, and transformers turns such as it loads.
+
+        Qwen3-VL-MoE is published so, and saved as it is in memory.
+        """
+        from transformers.core_model_loading import Transpose
+
+        pattern, wanted = self._rename(disk)[1], self.shape(disk)
+        if pattern is None or wanted in (None, shape) or (*shape[:-2], *shape[:-3:-1]) != wanted:
+            return False
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        return any(isinstance(each, Transpose) and each.check_dims for each in converter.operations)
+
     def missing(self, disk: Iterable[str]) -> list[str]:
         """Return on-disk names of the parameters that none of these tensors holds, sorted.
 
@@ -292,6 +305,24 @@ class Names:
 def stock_names(config: dict[str, Any], architecture: str) -> Names:
     """Return what a stock model saves and loads, cached: do not change it. UserError if the model cannot be built."""
     return _stock_names(json.dumps(config), architecture)
+
+
+def convert_as_whole(whole: str, part: str) -> None:
+    """Let transformers convert weights of a part by itself as those of the whole, if it has no way of its own.
+
+    Only the whole has such a part, as its `model_type` tells (GLM-4.5V, whose experts are stored one by one).
+    """
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.core_model_loading import WeightConverter
+
+    if not part.startswith(f"{whole}_") or get_checkpoint_conversion_mapping(part) is not None:
+        return
+    known = get_checkpoint_conversion_mapping(whole) or []
+    if converters := [each for each in known if isinstance(each, WeightConverter)]:
+        register_checkpoint_conversion_mapping(part, converters)
 
 
 @lru_cache(maxsize=16)

@@ -6,6 +6,7 @@ from math import gcd, lcm
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.model.composites import head_of_whole
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import Change, Target, changes_of_config, read_target, refusal
 from ckpt_prune.model.spaces import recipe_space
@@ -69,7 +70,8 @@ def _targets(recipe: Recipe) -> list[Target]:
 
 def _check(targets: Iterable[Target], model: Model, model_type: str, changes: set[Change]) -> None:
     for target in targets:
-        reason = refusal(target.name, model_type, changes, generates=model.family.causal)
+        generates = model.family.causal or head_of_whole(model.checkpoint) is not None
+        reason = refusal(target.name, model_type, changes, generates=generates)
         if reason is not None:
             raise UserError(reason)
 

@@ -555,33 +555,58 @@ def test_of_a_model_that_also_sees_the_part_that_generates_text_is_written(tmp_p
     # Of several texts with the same beginning the later ones need what its windows have left behind.
     several = ProofOptions(text=proving(folder).text, samples=8, window=48)
     assert validate_gguf(exported.path, str(folder), several).passed
-    data = ["--text", proving(folder).text[0], "--samples", 4, "--window", 32, "--evaluate-samples", 0]
-    code, output = run("quantize", folder, "--format", "gguf", "--type", "q8_0", *data, "-o", tmp_path / "q.gguf")
-    assert code == 0, output
-    assert "matrices are rounded by what reaches them" in output
 
 
-@pytest.mark.parametrize(
-    ("model_type", "architecture", "pairs"),
-    every(2, [("qwen3_vl", "qwen3vl", [2, 1, 1, 0]), ("qwen2_5_vl", "qwen2vl", [1, 1, 2, 0])]),
-)
-def test_parts_of_models_whose_positions_are_of_images_too_keep_them(model_type, architecture, pairs, tmp_path):
-    """In files of Qwen3-VL pairs are counted so that llama.cpp rotates them all, in others as config.json says."""
+STATED, TURNED = [1, 1, 2, 0], [2, 1, 1, 0]
+GLM_MOE = ROUTED | {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "num_hidden_layers": 2}
+SEEING = [
+    ("qwen3_vl_moe", "qwen3vlmoe", "qwen3_moe", TURNED, MIXTURE | {"num_hidden_layers": 3}),
+    ("qwen3_vl", "qwen3vl", "qwen3", TURNED, {}),
+    ("glm4v_moe", "glm4moe", "glm4_moe", STATED, GLM_MOE),
+    ("glm4v", "glm4", "glm4", STATED, FEW),
+    ("qwen2_5_vl", "qwen2vl", "qwen2", STATED, {}),
+]
+"""Model, architecture of its file, what `convert` makes of that, rotary pairs for time, height and width, and sizes."""
+
+
+@pytest.mark.parametrize(("model_type", "architecture", "alone", "pairs", "sizes"), every(3, SEEING))
+def test_parts_of_models_whose_positions_are_of_images_too_keep_them(
+    model_type, architecture, alone, pairs, sizes, tmp_path
+):
+    """In files of Qwen3-VL pairs are counted so that llama.cpp rotates them all, in others as config.json says.
+
+    Some parts have no class that predicts tokens: the head is the whole's.
+    """
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"deepstack_visual_indexes": [0, 1]} if model_type == "qwen3_vl" else {}
-    text = SIZES | {"rope_parameters": rope, "head_dim": 8}
-    parts = {"text_config": text, "vision_config": vision | {"patch_size": 4}, "tie_word_embeddings": False}
-    folder = save(tmp_path / "model", model_type, AutoModelForImageTextToText, **parts)
+    text = SIZES | {"rope_parameters": rope, "head_dim": 8} | sizes
+    if "glm" in model_type:  # rotates half of each head
+        rope["partial_rotary_factor"] = 0.5
+        text |= {"hidden_size": 64, "head_dim": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4}
+    vision |= {"deepstack_visual_indexes": [0, 1]} if "qwen3" in model_type else {"image_size": 8}
+    parts = {"text_config": text, "vision_config": vision | {"out_hidden_size": text["hidden_size"]}}
+    folder = save(tmp_path / "model", model_type, AutoModelForImageTextToText, **parts, tie_word_embeddings=False)
+    if model_type == "qwen3_vl_moe":  # as it is published
+        stored = load_file(folder / "model.safetensors")
+        turned = {name: each.mT.contiguous() if ".experts." in name else each for name, each in stored.items()}
+        save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
     exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
     assert exported.architecture == architecture
     assert exported.proof.kl < 1e-6
     values = open_gguf(tmp_path / "m.gguf").values
     assert values[f"{architecture}.rope.dimension_sections"] == pairs
-    assert values[f"{architecture}.n_deepstack_layers"] == len(vision.get("deepstack_visual_indexes", ()))
-    ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", proof=False)
-    read = json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
-    assert model_type.startswith(read)
+    assert values.get(f"{architecture}.n_deepstack_layers", 0) == len(vision.get("deepstack_visual_indexes", ()))
+    made = ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text, window=48)
+    assert (made.passed, made.model_type) == (True, alone)
+    if model_type == "qwen3_vl_moe":
+        data = ["--text", proving(folder).text[0], "--samples", 4, "--window", 32, "--evaluate-samples", 0]
+        sizes = ["--part", "text", "--recipe", "reap", "--ratio", 0.4, "--set", "export.format=gguf"]
+        sizes += ["--set", "export.dtype=q4_0", "--set", "export.rounding=gptq"]
+        code, output = run("prune", folder, *sizes, *data, "-o", tmp_path / "out")
+        assert code == 0, output
+        assert "matrices are rounded by what reaches them behind the rounded blocks" in output
+        down = load_file(tmp_path / "out" / "model.safetensors")["model.language_model.layers.1.mlp.experts.down_proj"]
+        assert down.shape == (3, 24, 32)
 
 
 SEES = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8}
@@ -614,5 +639,5 @@ def test_text_parts_of_classes_of_their_own_compute_what_the_whole_does(model_ty
 def test_all_architectures_are_run():
     assert {architecture.model_type for architecture in ARCHITECTURES if not architecture.encodes} == {
         *(model_type for model_type, _ in FAMILIES.values()),
-        "emu3_text_model",
+        *("emu3_text_model", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
     }

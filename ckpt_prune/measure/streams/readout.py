@@ -235,9 +235,13 @@ class Readout:
     def head_inputs(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:
         """Return what the head's weight is multiplied with, (B, T, hidden) on CPU; arguments as in `outputs`.
 
+        Of a part without a head these are its last hidden states, which the head of the whole reads.
+
         Raises:
-            ValueError: the model has no linear head.
+            ValueError: the model has a head that is not linear.
         """
+        if not self.logits:
+            return self._outputs(batch, states)[0].cpu()
         if self.head is None:
             raise ValueError("the model has no linear head")
         seen: list[Tensor] = []

@@ -82,6 +82,6 @@ def check_shapes(
     if unknown:
         raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
     for name, shape in expected.items():
-        is_of_other = name.startswith(other_prefixes)
-        if shape is not None and tuple(actual[name]) != shape and not is_of_other:
-            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape)}")
+        fits = shape is None or tuple(actual[name]) == shape or names.is_turned(name, tuple(actual[name]))
+        if not fits and not name.startswith(other_prefixes):
+            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")
