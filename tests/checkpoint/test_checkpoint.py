@@ -94,15 +94,11 @@ class TestOpen:
 
 
 class TestRefusals:
-    def test_no_config(self, single: Path) -> None:
-        (single / "config.json").unlink()
-        assert message_of(single) == f"{single} has no config.json; give a checkpoint folder as published on the Hub"
-
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
             ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-            ("[1]", "a list instead of an object"),
+            ("[" * 100_000, "nested too deeply"),
             ('{"a": 1, "a": 2}', "key 'a' is given twice"),
         ],
     )
@@ -164,12 +160,6 @@ class TestRefusals:
         (single / "config.json").write_text(json.dumps(config | {"transformers_weights": "model.safetensors"}))
         assert Checkpoint.open(single).files == ("model.safetensors",)
 
-    def test_missing_shard(self, sharded: Path) -> None:
-        (sharded / SECOND).unlink()
-        assert message_of(sharded) == (
-            f"{sharded} lacks the shard {SECOND} that model.safetensors.index.json names; download it again"
-        )
-
     @pytest.mark.parametrize(("change", "wrong"), [(-1, "truncated"), (1, "too long")])
     def test_shard_of_another_length(self, sharded: Path, change: int, wrong: str) -> None:
         path = sharded / FIRST
@@ -177,15 +167,6 @@ class TestRefusals:
         os.truncate(path, size + change)
         assert message_of(sharded) == (
             f"{path} is {size + change} bytes long but its header says {size}: it is {wrong}; download it again"
-        )
-
-    @pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "..\\x.safetensors", "", "model.bin", 3])
-    def test_index_naming_a_file_outside(self, sharded: Path, file: object) -> None:
-        (sharded.parent / "x.safetensors").write_bytes((sharded / FIRST).read_bytes())
-        write_index(sharded, {"w": file})
-        assert message_of(sharded) == (
-            f"{sharded / 'model.safetensors.index.json'} puts 'w' in {file!r}, "
-            "which is not a safetensors file of that folder; download it again"
         )
 
     @pytest.mark.parametrize(

@@ -313,23 +313,6 @@ class TestRules:
         out.symlink_to("dangling")
         assert refusal(out, overwrite=True) == message % "it is a link"
 
-    def test_missing_parent(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError) as error:
-            write_all(tmp_path / "no" / "out", one_file())
-        assert str(error.value) == f"the folder {tmp_path / 'no'} does not exist; create it first"
-
-    def test_resume_and_overwrite(self, out: Path) -> None:
-        assert refusal(out, resume=True, overwrite=True) == "--resume and --overwrite exclude each other; give one"
-
-    @pytest.mark.parametrize("option", ["resume", "overwrite"])
-    def test_a_staging_folder_of_someone_else(self, out: Path, option: str) -> None:
-        partial = out.with_name("out.partial")
-        partial.mkdir()
-        (partial / "notes.txt").write_text("mine")
-        assert refusal(out, **{option: True}) == (
-            f"{partial} exists and was not left by ckpt-prune; move it away or choose another output name"
-        )
-
     def test_no_room(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * 2**20))
         assert refusal(out) == (

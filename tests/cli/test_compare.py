@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner import compare as comparing
 from tests.cli.running import TEXT, ok, read_refusal
-from tests.evaluation.tiny import tiny_llama
 
 BOTH = ("compare", "dense", "pruned", *TEXT)
 
@@ -95,17 +94,4 @@ def test_the_page():
     Path("mine.html").write_text("mine")
     assert read_refusal(*BOTH, "--plot", "mine.html", "--overwrite") == (
         "mine.html exists and is not a report: it is not overwritten"
-    )
-
-
-@pytest.mark.usefixtures("place")
-def test_what_is_refused():
-    message = read_refusal("compare", "dense", "pruned")
-    assert message == "compare needs --text FILE, --images DIR for vision models, or --audio DIR"
-    assert read_refusal("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
-    assert read_refusal(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist; create it first")
-    with quiet_transformers():
-        tiny_llama(num_hidden_layers=1).save_pretrained("short")
-    assert read_refusal("compare", "dense", "short", *TEXT) == (
-        "short has 1 blocks and dense has 2: two models are compared, block by block"
     )

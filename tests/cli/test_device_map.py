@@ -92,13 +92,8 @@ def test_a_dry_run_of_two_models_counts_both(place):
     assert memory[0]["dtype"] == "float32"
 
 
-def test_what_means_nothing_is_refused(place, monkeypatch):
+def test_what_this_machine_has_not_is_refused(place, monkeypatch):
     evaluate = ("evaluate", "dense", *TEXT)
-    assert read_refusal(*evaluate, "--max-memory", "cpu=1GiB") == "--max-memory goes with --device-map auto"
-    for wrong in ("cpu", "cpu=", "disk=1GiB", "cpu=50%", "x=1GiB"):
-        assert read_refusal(*evaluate, "--device-map", "auto", "--max-memory", wrong) == (
-            f"--max-memory {wrong}: expected cpu=SIZE or the number of a GPU, 0=SIZE, such as cpu=24GiB"
-        )
     assert read_refusal(*evaluate, "--device-map", "auto", "--max-memory", "3=1GiB") == (
         "--max-memory 3: this machine has cpu"
     )
@@ -109,10 +104,6 @@ def test_what_means_nothing_is_refused(place, monkeypatch):
     )
     assert read_refusal(*evaluate, *little) == no_room
     assert read_refusal("evaluate", "dense", "--dry-run", *little) == no_room
-    assert read_refusal("evaluate", "dense", "--dry-run") == (
-        "--dry-run tells what it takes to measure causal language models on --text in windows of --window, or, with "
-        "--device-map auto, where the parts of any model would go"
-    )
     monkeypatch.setattr(device_map, "find_spec", lambda _name: None)
     assert read_refusal(*evaluate, "--device-map", "auto") == (
         '--device-map needs accelerate: pip install ".[devices]" in the checkout of ckpt-prune'

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
-from tests.cli.running import edit_weights, near, ok, poison, read_json, read_refusal, run, set_config
+from tests.cli.running import edit_weights, near, ok, poison, read_json, read_refusal, run
 from tests.evaluation.tiny import tiny_tokenizer
 
 TEXT = ("--text", "calib.txt", "--window", "16")
@@ -124,11 +124,6 @@ def test_models_that_are_not_whole(place):
     assert read_refusal("evaluate", "dense", *TEXT) == (
         "dense: tensors are missing or of the wrong shape: model.norm.weight; "
         "run `ckpt-prune verify dense` for all of them"
-    )
-    set_config("sharded", auto_map={"AutoModelForCausalLM": "other.Model"})
-    assert read_refusal("evaluate", "sharded", *TEXT) == (
-        "sharded asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
-        "where you have read and trust it, say --trust-remote-code"
     )
 
 

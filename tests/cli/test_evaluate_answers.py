@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok, read_refusal
+from tests.cli.running import ok
 
 ITEMS = [
     {"question": "the cat", "choices": ["sat on a mat", "ran"], "answer": 0},
@@ -60,30 +60,6 @@ def test_what_a_terminal_would_obey_is_not_printed(tasks, monkeypatch):
         "ckpt_prune.evaluation.answers.continue_prompts", lambda *_a, **_k: [GeneratedText("a\x1b[2Jb\nc", 3, 0.0)]
     )
     assert ok("evaluate", "dense", "--generate", "x").endswith("\na\ufffd[2Jb\nc\n")
-
-
-def test_bad_input(tasks):
-    assert read_refusal("evaluate", "dense", "--tasks", "nowhere.jsonl") == "nowhere.jsonl: no such file of items"
-    assert read_refusal("evaluate", "dense", "--tasks", " ,") == (
-        "--tasks names no task: give .jsonl files of items, or names of lm-eval tasks"
-    )
-    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl,piqa") == (
-        "--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own"
-    )
-    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl", "--include-path", "stats") == (
-        "--include-path is for lm-eval tasks: it does not go with .jsonl files"
-    )
-    Path("stats/pets.jsonl").write_text(json.dumps(ITEMS[0]))
-    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl,stats/pets.jsonl") == (
-        "--tasks: two files have the same name: figures could not be told apart"
-    )
-    Path("pets.jsonl").write_text("{}\n")
-    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl").startswith(
-        "pets.jsonl, line 1: no multiple-choice "
-    )
-    assert read_refusal("evaluate", "stats", "--generate", "a") == (
-        "stats has no config.json; give a checkpoint folder as published on the Hub"
-    )
 
 
 def test_tasks_of_lm_eval_stand_side_by_side(tasks, monkeypatch):

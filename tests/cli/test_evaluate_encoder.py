@@ -170,11 +170,6 @@ class TestFeaturesOfImages:
 
 
 class TestRefusals:
-    def test_a_base_model_alone(self, encoders):
-        template = "{} has no head, so there is nothing to score: compare it with --against MODEL2"
-        assert read_refusal("evaluate", "bert-model", *DATA) == template.format("bert-model")
-        assert read_refusal("evaluate", "dinov2-model", "--images", "flat") == template.format("dinov2-model")
-
     def test_what_is_not_measured(self, encoders):
         assert read_refusal("evaluate", "bert-classifier", *DATA) == (
             "bert-classifier is for text-classification, and nothing here says what is right: compare it with "

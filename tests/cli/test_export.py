@@ -214,16 +214,6 @@ def test_a_graph_that_loses_more_than_is_allowed_is_not_written(decoder):
     assert listing() == before
 
 
-def test_a_block_size_that_does_not_divide_is_refused(decoder):
-    before = listing()
-    message = read_refusal("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
-    assert message == (
-        "--block-size 64 does not divide the 16 inputs of lm_head.weight: leave it out, and last blocks are padded, or "
-        "prune to multiples of it"
-    )
-    assert listing() == before
-
-
 # ---- what it refuses -----------------------------------------------------------------------------------------------
 
 
@@ -237,10 +227,7 @@ def untraced(monkeypatch):
     monkeypatch.setattr(exporting, "load_model", fail_on_load)
 
 
-def test_what_a_model_cannot_do_is_refused(vision, untraced):
-    assert read_refusal("export", "vision", "-o", "out", "--task", "fill-mask") == (
-        "this model has no head for fill-mask: it can be exported for image-classification or feature-extraction"
-    )
+def test_a_text_for_a_model_of_images_is_looked_for_first(vision, untraced):
     assert read_refusal("export", "vision", "-o", "out", "--text", "nowhere.txt").startswith("nowhere.txt")
 
 

@@ -127,37 +127,3 @@ def test_variables_of_torchrun_that_do_not_fit(tmp_path, monkeypatch, variables,
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert read_refusal("prune", "x", "--recipe", "magnitude", "-o", "out").startswith(line)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: [",
-        "name: !!timestamp 5",
-        "name: !!timestamp [1]",
-        "name: !!int",
-        "name: !!int [1]",
-        "name: !!float x",
-        "name: !!bool maybe",
-        "name: !!binary é",
-        "name: !!set [1]",
-        "name: !!omap 3",
-        "? {a: b}\n: c",
-        "name: &a [*a]",
-        "name: !!python/object:os.system x",
-        "a: b: c",
-        "\tname: x",
-        "name: *nobody",
-        "<<: 3",
-        "---\na: 1\n---\nb: 2",
-        "%TAG",
-        "[" * 99,
-        "- 1",
-        "",
-    ],
-)
-@pytest.mark.parametrize("command", ["show", "validate"])
-def test_a_recipe_that_is_no_yaml_is_a_line(tmp_path, monkeypatch, command, text):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text(text)
-    assert read_refusal("recipe", command, "mine.yaml").startswith("mine.yaml is not ")

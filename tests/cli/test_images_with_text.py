@@ -202,9 +202,6 @@ def test_what_does_not_go_with_both_parts() -> None:
     assert read_refusal(*ALL, "--statistics", "own", "-o", "out") == (
         "--statistics is of one part: name it with --part vision or text"
     )
-    assert read_refusal("prune", "llava", "--part", "text", "--vision-ratio", "0.2", *DATA, "-o", "out") == (
-        "--vision-recipe and --vision-ratio go with --part all"
-    )
     assert read_refusal(*ALL[:4], "--recipe", "corp-qk", "--ratio", "0.5", *TOWER, *DATA, "-o", "out").startswith(
         "recipe corp-qk "
     )

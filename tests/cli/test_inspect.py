@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.cli.running import edit_weights, ok, read_refusal
@@ -82,23 +81,6 @@ def test_llama_7b_from_its_config_alone(tmp_path):
     assert sizes == {0: 6_738_415_616, 0.1: 6_104_158_208, 0.2: 5_469_900_800, 0.3: 4_835_643_392}
     assert report["bytes"] == 2 * 6_738_415_616
     assert ok("inspect", str(tmp_path)).splitlines()[0].endswith("(config only)")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[1]", "{path} is not a readable JSON object (a list instead of an object); download or restore the file"),
-        ("[" * 100_000, "{path} is not a readable JSON object (nested too deeply); download or restore the file"),
-        (
-            json.dumps(LLAMA_7B | {"architectures": 5}),
-            "{path}: architectures is 5, not a list of class names; download it again",
-        ),
-    ],
-)
-def test_a_config_alone_that_is_none(tmp_path, content, message):
-    path = tmp_path / "config.json"
-    path.write_text(content)
-    assert read_refusal("inspect", str(tmp_path)) == message.format(path=path)
 
 
 # ---- zeros -------------------------------------------------------------------------------------------------------

@@ -1,12 +1,9 @@
 """Whole blocks and units of the others under one size, from the command line."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import divergence
@@ -83,33 +80,6 @@ def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
 def test_one_block_stays_however_small_the_size(here) -> None:
     ok("prune", "deep", *JOB, "--target-params", "20%", "-o", "out")
     assert [trial["blocks"] for trial in read_json("out/ckpt_prune.json")["depth"]["tried"]] == [3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (
-            {"depth": {"choose": "cosine"}},
-            "ratio and size mean spaces here: also say how many blocks go, by depth.drop (a number, or auto) or "
-            "depth.blocks",
-        ),
-        (
-            {"allocation": "uniform"},
-            "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
-            "allocation: least-error, without weigh_by",
-        ),
-        ({"layers": "1:3", "widths": "per_layer", "allocation": "uniform", "depth": {"drop": 1}}, "leave it out"),
-        (
-            {"spaces": {}, "allocation": "uniform", "container": "auto"},
-            "depth.drop: auto is for recipes with spaces, which lose what the blocks do not",
-        ),
-        ({"depth": {"drop": 4}}, "recipe mine drops 4 of 4 blocks: one has to stay at the least"),
-    ],
-)
-def test_recipes_that_contradict_themselves(here, changes: dict[str, Any], why: str) -> None:
-    Path("other.yaml").write_text(json.dumps(yaml.safe_load(RECIPE) | changes))
-    message = read_refusal("prune", "deep", "--recipe", "other.yaml", *JOB[2:], "-o", "out")
-    assert message.endswith(why), message
 
 
 def test_what_cannot_be(here) -> None:

@@ -18,7 +18,6 @@ from ckpt_prune.stages.recovery import run_afterwards
 from ckpt_prune.stages.recovery.training import SampleSplit
 from tests.cli.running import TEXT, changed, edit_weights, ok, read_refusal, run
 from tests.cli.test_recover import find_changed, linears, report_of, tensors
-from tests.contract.models import CASES
 from tests.images import write_csv, write_images, write_vit
 
 LORA = ("--method", "lora", *changed(TEXT, "--samples", "32"), "--epochs", "3", "--lr", "0.02", "--batch", "8")
@@ -93,17 +92,6 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     with torch.no_grad():
         chances = [classifier(**pixels).logits.softmax(-1)[0, 1] for classifier in (model, dense)]
     assert chances[0] > chances[1]
-
-
-def test_an_encoder_without_a_head_is_refused(place: Path):
-    case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
-    case.write(Path("bert"))
-    assert read_refusal(
-        "recover", "bert", "--method", "lora", "--text", "calib.txt", "--window", "12", "-o", "out"
-    ) == (
-        "--method lora trains on the next token or an image's class, which bert (feature-extraction) does not predict: "
-        "recover it with --method laco"
-    )
 
 
 def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.MonkeyPatch):

@@ -104,39 +104,3 @@ def test_a_given_number_beside_spaces(here) -> None:
     assert {(len(site["kept"]), site["units"]) for site in sites if site["space"] == "mlp"} == {(12, 24)}
     dry = ok("prune", "flat", *JOB, *uniform, "--dry-run", "-o", "dry")
     assert "residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 1/2" in dry
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (
-            ["hidden.kind=per-block"],
-            "hidden.kind: per-block needs code of its own, whose blocks nothing else can prune: with spaces say "
-            "kind: shared, or prune twice, the spaces first",
-        ),
-        (
-            ["hidden.drop=null"],
-            "ratio and size mean spaces here: also say how many dimensions go, by hidden.drop (a number, or auto)",
-        ),
-        (
-            ["allocation=uniform"],
-            "hidden.drop: auto weighs dimensions by what they do to the model's output, as the widths must be: say "
-            "allocation: least-error, without weigh_by",
-        ),
-        (
-            ["spaces={}", "allocation=uniform", "container=auto", "target=dense"],
-            "hidden.drop: auto is for recipes with spaces, which lose what the stream does not",
-        ),
-        (
-            ["depth={drop: auto}"],
-            "depth.drop: auto compares numbers of blocks beside spaces alone: with hidden, say a number of blocks, "
-            "depth.drop=N, or leave depth out (depth=null)",
-        ),
-        (["depth={part: mlp, drop: 1}"], "depth.part: mlp leaves zeros: beside spaces whole blocks go"),
-        (["hidden.drop=16"], "recipe mine drops 16 of 16 dimensions of the residual stream"),
-    ],
-)
-def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
-    given = [part for change in changes for part in ("--set", change)]
-    message = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
-    assert message.endswith(why), message

@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration
 import ckpt_prune
 from ckpt_prune.model import composites
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run, set_config
+from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run
 from tests.contract.test_parts import PartCase
 from tests.evaluation.tiny import tiny_tokenizer
 
@@ -93,56 +93,6 @@ def run_verify() -> str:
     result = run("verify", "out", "--against", "llava")
     assert result.exit_code == 1
     return result.stdout
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------
-
-HEADS = "the stock class has heads of hidden size by number of heads, and no key for another width"
-
-
-def test_what_cannot_be_done_is_refused_by_name(llava):
-    assert read_refusal("prune", "llava", *TEXT, "-o", "out") == (
-        "llava is made of several models: --part text or --part vision prunes one"
-    )
-    assert (
-        read_refusal("inspect", "llava") == "llava is made of several models: --part text or --part vision prunes one"
-    )
-    assert read_refusal(*RIDGE[:2], "--part", "encoder", *TEXT, "-o", "out") == (
-        "llava has no part encoder, but text or vision"
-    )
-    assert read_refusal("prune", "dense", "--part", "text", *TEXT, "-o", "out") == (
-        "--part is for models that are made of several, which a llama is not"
-    )
-    assert read_refusal("prune", "llava", "--part", "audio", "-o", "out") == (
-        "--part: audio is not one of text, vision, encoder, decoder, backbone, stage1, stage2, stage3, stage4, "
-        "stage5, all"
-    )
-    assert read_refusal(*RIDGE, "--container", "remote", "-o", "out") == (
-        "--part text: blocks that need remote code have no place in another model: say --set widths=uniform "
-        "without --container, or take another recipe, such as ridge"
-    )
-    set_config("llava", model_type="siglip")
-    assert read_refusal(*RIDGE[:2], "--part", "text", *TEXT, "-o", "out") == (
-        "--part text of siglip cannot be pruned: it ends in the state of one token, and no text family of this version "
-        "does"
-    )
-    assert read_refusal("prune", "llava", *TEXT, "-o", "out") == (
-        "siglip is made of several models: --part vision prunes one"
-    )
-
-
-def test_rotations_do_not_reach_what_feeds_a_part(llava):
-    recipe = ("--recipe", "cayley-rotator-shared-magnitude-50")
-    assert read_refusal("prune", "llava", "--part", "text", *recipe, *TEXT, "-o", "out") == (
-        "--part text: what reads and writes its stream from outside does not follow rotations"
-    )
-
-
-def test_heads_that_another_class_cannot_narrow(place):
-    save("qwen2_5_vl")
-    assert read_refusal("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out").startswith(
-        f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: "
-    )
 
 
 def test_biases_where_the_whole_has_slots_for_them(llava):

@@ -330,7 +330,6 @@ def test_the_place_is_looked_at_before_anything_is_computed(place: Path, hub: Hu
         "team/small is on the Hub and not empty: choose another name, or prune and then `ckpt-prune push out "
         "team/small --overwrite`"
     )
-    assert read_refusal("prune", "dense", "-o", "out", "--public") == "--public goes with --push"
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "no/such/file")
     assert read_refusal(*PUSHED) == "there is no token of the Hub: run `hf auth login`, or set HF_TOKEN"

@@ -289,12 +289,7 @@ def test_pruned_elsewhere(place):
 # ---- options that mean nothing ---------------------------------------------------------------------------------
 
 
-def test_too_little_text(place):
-    Path("one.txt").write_text("the cat sat on a mat")
-    for more in ((), ("--perplexity-after", "all")):
-        assert read_refusal(*BARE, "--text", "one.txt", "--window", "16", *more, "-o", "out") == (
-            "recovery needs samples to train on and others to hold out: give at least 2, not 1"
-        )
+def test_two_windows_are_enough(place):
     Path("two.txt").write_text("the cat sat on a mat and then the dog ran")
     ok(*BARE, "--text", "two.txt", "--window", "16", "--epochs", "1", "-o", "out")
     data = report_of("out")["recovery"]["data"]

@@ -18,6 +18,7 @@ import yaml
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders, families
 from tests.cli.running import TEXT, ok, read_refusal, read_usage_error
+from tests.cli.test_parts import save
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import write_images, write_vit
 
@@ -50,6 +51,8 @@ def folder(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "weighed")
+        for name in ("llava", "qwen2_5_vl"):
+            save(name)
     return folder
 
 
@@ -57,7 +60,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """Return the values with those of changes in their places, dictionaries key by key."""
     merged = dict(values)
     for key, value in changes.items():
-        merged[key] = merge(merged[key], value) if isinstance(value, dict) and key in merged else value
+        merged[key] = merge(merged[key], value) if isinstance(value, dict) and merged.get(key) else value
     return merged
 
 

@@ -91,22 +91,6 @@ def test_nothing_is_written_into_the_checkpoint(here, place):
         )
 
 
-def test_a_place_that_cannot_be_written(here):
-    place = "a" * 300 + ".html"
-    assert read_refusal("report", "out", "-o", place) == (
-        f"cannot write {place} (File name too long); free space or choose another place"
-    )
-
-
-def test_a_folder_without_a_report(here):
-    Path("dense").mkdir()
-    assert read_refusal("report", "dense") == f"dense has no ckpt_prune.json: {WANTED}"
-    assert (
-        read_refusal("report", f"dense/{REPORT}")
-        == f"dense/{REPORT} cannot be read (No such file or directory): {WANTED}"
-    )
-
-
 def without(*keys: str) -> Json:
     record: Json = report([site(0)])
     place = record
@@ -150,14 +134,10 @@ def test_a_damaged_report(here, value, reason):
 
 
 def test_what_is_no_plan(here):
-    write("config.json", {"model_type": "vit"})
-    assert read_refusal("report", "config.json") == f"config.json is no plan (recipe: field required): {WANTED}"
     write("plan.json", plan([site(0)], model=None))
     assert (
         read_refusal("report", "plan.json") == f"plan.json is no plan (model: input should be a valid string): {WANTED}"
     )
-    Path("text.txt").write_text("words")
-    assert read_refusal("report", "text.txt").startswith("text.txt is no plan (Expecting value")
 
 
 # ---- real outputs ----------------------------------------------------------------------------------------------

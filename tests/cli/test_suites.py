@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.datasets.suites import SUITES, parse_suite
+from ckpt_prune.datasets.suites import SUITES
 from ckpt_prune.evaluation.choice_items import read_items
-from tests.cli.running import ok, read_refusal
+from tests.cli.running import ok
 
 CHOICES = {"choices": {"text": ["the cat", "a dog sat"], "label": ["A", "B"]}, "answerKey": "B"}
 ROWS = {
@@ -84,19 +84,3 @@ def test_without_files_lm_eval_runs_the_suite(tasks, monkeypatch):
     assert figures["suite"]["against"] == pytest.approx(0.75 + 0.2 * 4 / 5)
     monkeypatch.setenv("CKPT_PRUNE_DATA", str(tasks))
     assert "tasks" in json.loads(ok(*args, "--json"))
-
-
-def test_what_is_no_suite(tasks):
-    assert read_refusal("evaluate", "dense", "--tasks", "suite:rcpx").startswith(
-        "--tasks suite:rcpx: no suite 'rcpx': "
-    )
-    assert read_refusal("evaluate", "dense", "--tasks", "suite:rcpu,suite:laco") == (
-        "--tasks: a suite is run in a call of its own"
-    )
-    assert read_refusal("evaluate", "dense", "--tasks", "nowhere/suite:rcpu") == (
-        "nowhere: no such folder of files of items"
-    )
-    assert read_refusal("evaluate", "dense", "--tasks", "stats/suite:rcpu").startswith(
-        "stats has no file of rcpu's tasks: boolq.jsonl, piqa.jsonl"
-    )
-    assert parse_suite("piqa") is None

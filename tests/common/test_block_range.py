@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.common.block_range import blocks_of, checked_range
+from ckpt_prune.common.block_range import blocks_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages.recipe_files import load_recipe
 from tests.recipe.recipes import refusal, write
@@ -36,13 +36,6 @@ def test_blocks_that_are_not_there(text, count):
     with pytest.raises(UserError) as caught:
         blocks_of(text, count)
     assert str(caught.value) == f"layers {text}: the model has blocks 0 to {count - 1}, say 0:{count} for all"
-
-
-@pytest.mark.parametrize("text", ["5", "1:2:3", "a:b", "-1:", "101%:", "1.5:2"])
-def test_what_is_no_range(text):
-    with pytest.raises(ValueError, match="is not a range") as caught:
-        checked_range(text)
-    assert str(caught.value) == f"{text!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4"
 
 
 # ---- in a recipe -------------------------------------------------------------------------------------------------

@@ -299,12 +299,3 @@ def test_an_encoder_reads_every_patch(architecture: Any) -> None:
     order = noise.argsort(1)[..., None].expand(-1, -1, HIDDEN)
     torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-10)
     torch.testing.assert_close(ours[:, 1:].gather(1, order), expected[:, 1:], rtol=0, atol=1e-10)
-
-
-def test_other_models_are_not_converted() -> None:
-    Path("bert").mkdir()
-    Path("bert/config.json").write_text(json.dumps({"model_type": "bert"}))
-    save_file({"a": torch.ones(1)}, "bert/model.safetensors")
-    assert read_refusal("convert", "bert", "-o", "out").endswith(
-        "bert is a bert: `convert` takes folders of timm and vit_mae, adapters and GGUF files"
-    )

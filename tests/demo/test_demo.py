@@ -81,17 +81,6 @@ def test_the_whole_path_and_what_it_keeps(small):
     assert {path.name for path in Path("kept ü").iterdir()} == {f"{name}-30" for name in demo.RECIPES}
 
 
-def test_a_folder_in_use_is_refused(small):
-    Path("taken").mkdir()
-    Path("taken/file").touch()
-    assert read_refusal("demo", "-o", "taken") == "taken is not empty: choose another folder for the demo"
-    Path("text").write_text("a file")
-    assert read_refusal("demo", "-o", "text") == "text is not a folder: choose another one for the demo"
-    assert (
-        read_refusal("demo", "-o", "no/where") == f"the folder {Path('no').absolute()} does not exist; create it first"
-    )
-
-
 def test_no_standard_library_sources(small, monkeypatch):
     def none(**_kwargs):
         return standard_library.list_modules(Path("nothing"))

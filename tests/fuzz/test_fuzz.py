@@ -16,7 +16,6 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
-from tests.cli.running import read_refusal
 from tests.forked import posix
 from tests.fuzz.mutate import mutate_data
 from tests.fuzz.run import batch, case_bytes
@@ -45,13 +44,6 @@ def test_the_machine_sees_what_does_not_hold(place: Path, monkeypatch: pytest.Mo
     [failure] = batch(place, "config", 7, 0, 1)
     assert failure.what.startswith("raises ZeroDivisionError at ")
     assert (failure.target, failure.number, failure.command) == ("config", 0, "inspect dense")
-
-
-@posix
-def test_a_large_ratio_in_quotes_is_a_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    (place / "quoted.json").write_text(json.dumps(RECIPE | {"ratio": "20"}))
-    assert read_refusal("recipe", "validate", "quoted.json").endswith("less than 1, got '20': did you mean 20% or 0.2?")
 
 
 @posix

@@ -6,7 +6,7 @@ from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recipe_files import json_schema, load_recipe
 from ckpt_prune.stages.recovery.keys import Recovery
-from tests.recipe.recipes import GOOD, refusal, write
+from tests.recipe.recipes import GOOD, write
 
 SHIPPED = {
     "flap": ("flap", "bias", "dense"),
@@ -134,88 +134,7 @@ def test_candidates_that_are_told(candidates, methods, opens):
 COMPENSATION = "spaces.mlp.compensation"
 
 
-@pytest.mark.parametrize(
-    ("compensation", "message"),
-    [
-        ("{method: auto, lambda: 1}", "method auto chooses lambda on folds: lambda and lambda_by do not go with it"),
-        ("{method: ridge, candidates: [none]}", "candidates are for method auto, not ridge"),
-        ("{method: auto, shares: [0, 1.5]}", "shares of the drift are numbers from 0 to 1"),
-        (
-            "{method: ridge, shares: [0, 1]}",
-            "several shares of the drift are chosen from by method auto or lambda_by: folds",
-        ),
-        ("{method: auto, lambda_grid: [-1, 1]}", "lambda_grid holds a negative strength"),
-        ("{method: ridge, lambda_grid: [1, 2]}", "lambda_grid and lambda_by go together"),
-        ("{method: auto, lambda: auto}", "method auto chooses lambda on folds: lambda and lambda_by do not go with it"),
-        ("{method: bias, lambda: auto}", "method bias has no lambda"),
-        (
-            "{method: ridge, lambda_units: absolute}",
-            "lambda_units: absolute says what a lambda or lambda_grid is in: give one",
-        ),
-    ],
-)
-def test_contradictions_of_a_compensation(tmp_path, compensation, message):
-    path = write(tmp_path, BEST)
-    assert refusal(path, (f"{COMPENSATION}={compensation}",)) == f"--set: {COMPENSATION}: {message}"
-
-
 SIZE = "size={params: 5B}"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (("target=dense", f"{COMPENSATION}.shares=[1]"), "spaces.mlp: shares requires target: drift"),
-        (
-            ("allocation=uniform", "spaces.mlp.score=auto"),
-            "spaces.mlp: score auto is chosen by the errors of every width: say allocation: least-error",
-        ),
-        (("allocation=uniform", "weigh_by=energy"), "weigh_by is for allocation: least-error"),
-        ((SIZE, "ratio=0.3"), "size and ratio both say how much goes: leave one out"),
-        (
-            (SIZE, "container=padded", "widths=uniform"),
-            "size does not go with container padded, which saves nothing where it fills up",
-        ),
-        (
-            ("allocation=across-layers", "target=dense"),
-            "spaces.heads: score obs ranks units, and FLAP's rankings compare columns",
-        ),
-        (
-            ("spaces.qk={score: logit-energy, compensation: {method: auto}}",),
-            "spaces.qk: method auto is not for this space; allowed here: none, logit, low-rank",
-        ),
-        (
-            ("spaces.qk={score: obs}",),
-            "spaces.qk: score obs does not rank its units; allowed here: logit-energy, magnitude",
-        ),
-        (
-            ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),
-            "queries and heads end in one projection, and with true_sequential: false both would make up for the same "
-            "drift: leave true_sequential out",
-        ),
-        (
-            ("spaces.queries={score: flap}", "spaces.heads.score=flap", "allocation=across-layers", "target=dense"),
-            "every KV group keeps as many query heads as the next: allocation: uniform or least-error",
-        ),
-        (("container=llama",), "widths per_layer may need remote code, which container llama rules out"),
-    ],
-)
-def test_contradictions_of_a_budget(tmp_path, changes, message):
-    path = write(tmp_path, BEST)
-    assert refusal(path, changes) == f"{path}, with --set: {message}"
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ("{}", "size: a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"),
-        ("{parms: 5B}", "unknown key size.parms: did you mean 'params'? allowed here: params, bytes, flops, latency"),
-        ("5B", "size: keys are expected (params, bytes, flops, latency), got '5B'"),
-    ],
-)
-def test_a_mistake_in_a_size(tmp_path, size, message):
-    path = write(tmp_path, BEST)
-    assert refusal(path, (f"size={size}",)) == f"--set: {message}"
 
 
 def test_a_recipe_reads_back_with_all_there_is(tmp_path):
@@ -242,49 +161,6 @@ def test_digests_of_recipes_stay_what_they_were():
         "corp-heads": "046876cab72a908032255dad87e527946ebde068662abebf4d73544b16aa5c96",
     }
     assert {name: load_recipe(name).digest for name in digests} == digests
-
-
-SPACES = {"heads": {"score": "rcpu"}, "mlp": {"score": "wanda-sp"}}
-GRID = {"method": "ridge", "lambda_grid": [0.1, 1.0]}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"mask": {"method": "wanda", "pattern": 3}}, "pattern"),
-        ({"mask": {"method": "wanda", "pattern": "2:4"}, "ratio": 0.3}, "pattern 2:4 zeroes 0.5 of the weights by its"),
-        ({"spaces": SPACES, "rotation": {"kind": "shared"}}, "rotation comes before a mask"),
-        ({"mask": {"method": "wanda"}, "ratio": 0.5, "widths": "per_layer"}, "are about units"),
-        ({"mask": {"method": "wanda"}, "ratio": 0.5, "target": "drift"}, "target drift is for spaces"),
-        ({"mask": {"method": "wanda"}}, "an unstructured mask needs ratio"),
-        (
-            {"spaces": {"qk": {"score": "logit-energy"}}, "allocation": "across-layers", "widths": "per_layer"},
-            "q and k keep the same number of dimensions in every head and layer",
-        ),
-        (
-            {"spaces": {"mlp": {"score": "flap"}}, "allocation": "across-layers", "widths": "per_layer"}
-            | {"target": "sequential"},
-            "compares all blocks before any is pruned: target: dense",
-        ),
-        (
-            {
-                "spaces": {
-                    "heads": {"score": "rcpu", "compensation": GRID | {"lambda_by": "folds"}},
-                    "mlp": {"score": "rcpu", "compensation": GRID | {"lambda_by": "perplexity"}},
-                }
-            },
-            "lambda_by must be the same in every space that has a grid",
-        ),
-        (
-            {"spaces": {"mlp": {"compensation": GRID | {"lambda": 0.1, "lambda_by": "folds"}, "score": "rcpu"}}},
-            "give lambda or lambda_grid, not both",
-        ),
-    ],
-)
-def test_parts_that_do_not_go_together(values, message):
-    with pytest.raises(ValueError, match="error") as caught:
-        FullRecipe.model_validate({"version": 1, "name": "mine"} | values)
-    assert message in str(caught.value)
 
 
 def test_only_a_strength_that_is_chosen_by_perplexity_is_fixed():

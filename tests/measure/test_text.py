@@ -68,10 +68,6 @@ class TestReadText:
                 b"\xff\xfea",
                 f": its byte order mark says UTF-16, and it is not (byte 2); give a {TAKEN}",
             ),
-            ("a.txt", b"abc\xe9", f": not UTF-8 text (byte 3); give a {TAKEN}"),
-            ("a.txt", b"ab\0cd", f": a binary file (it holds a zero byte); give a {TAKEN}"),
-            ("a.jsonl", b'{"text": "a"}\n{"text": ', ", line 2: not valid JSON: Expecting value"),
-            ("a.jsonl", b'{"body": "a"}', f', line 1: no string under "text"; {EACH_LINE}'),
             ("a.jsonl", b'{"text": 3}', f', line 1: no string under "text"; {EACH_LINE}'),
             ("a.jsonl", b'{"text": "a"}\n"b"', f", line 2: a string without a key; {EACH_LINE}"),
             (
@@ -95,11 +91,7 @@ class TestReadText:
 
     def test_refusals(self, tmp_path):
         assert refusal(read_text, []) == f"no text file given: name at least one {TAKEN}"
-        missing = tmp_path / "missing"
-        assert refusal(read_text, [missing]) == f"{missing}: no such text file; named texts are wikitext2, c4, ptb"
         assert refusal(read_text, [tmp_path]) == f"{tmp_path}: a folder, not a text file"
-        (tmp_path / "empty").write_text(" \n")
-        assert refusal(read_text, [tmp_path / "empty"]) == f"{tmp_path / 'empty'}: the file holds no text"
 
 
 class TestLoadTokenizer:

@@ -55,15 +55,6 @@ def test_a_class_that_nothing_is_known_of():
     )
 
 
-def test_a_head_that_is_not_there():
-    assert refusal("llama", "LlamaForCausalLM", task="fill-mask") == (
-        "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
-    )
-    assert refusal("bert", "BertModel", task="fill-mask") == (
-        "this model has no head for fill-mask: it can be exported for feature-extraction"
-    )
-
-
 @pytest.mark.parametrize(
     ("model_type", "architecture"),
     [("llama", "LlamaForCausalLM"), ("vit", "ViTForImageClassification"), ("bert", "BertForMaskedLM")],

@@ -95,22 +95,6 @@ def test_what_is_no_runtime_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--for", "llamacpp"], "--for llamacpp: 'llamacpp' is no runtime: did you mean 'llama.cpp'? choose from "),
-        (["--for", "vllm,mlx:3bit"], "--for vllm,mlx:3bit: 'mlx:3bit' is no option of mlx: choose from mlx:4bit"),
-        (["--for", ""], "--for : '' is no runtime: choose from transformers"),
-        (["--set", "runs_on=[Ollama]"], "--set: runs_on: 'Ollama' is no runtime: did you mean 'llama.cpp'? "),
-    ],
-)
-def test_a_misspelt_runtime_is_named_with_its_option(tmp_path, llama, given, says):
-    done = CliRunner().invoke(main, ["prune", str(llama), *given, "-o", str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert says in done.output
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("target", "columns", "multiple"),
     [
         ("llama.cpp:q4_0", 1, 32),
@@ -125,36 +109,6 @@ def test_a_misspelt_runtime_is_named_with_its_option(tmp_path, llama, given, say
 )
 def test_multiples_are_of_rows_or_of_units(target, columns, multiple):
     assert read_target(target).multiple(columns) == multiple
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "runtime", "instead"),
-    [
-        ("best", {"container": "any"}, "sglang", "--recipe best-uniform"),
-        ("svd-llm", {}, "tensorrt-llm", "a recipe that drops columns"),
-        ("values", {}, "vllm", "--recipe best, which leaves values whole"),
-        ("rotary", {}, "llama.cpp", "--recipe best, which leaves rotary pairs whole"),
-        ("slicegpt", {}, "mlx", "--recipe slicegpt-shared"),
-        ("svd-llm", {}, "llama.cpp", "a recipe that drops columns"),
-        ("wanda", {"rotation": "cayley"}, "vllm", "--set rotation=shared"),
-    ],
-)
-def test_what_a_runtime_does_not_take_is_refused_before_data_is_read(
-    tmp_path, llama, recipe, overrides, runtime, instead
-):
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"\xff")  # no text: reading it would be another error
-    with pytest.raises(UserError, match=f"^{runtime} does not take outputs") as error:
-        ckpt_prune.prune(
-            llama,
-            recipe=recipe,
-            overrides=overrides,
-            runs_on=runtime,
-            text=text,
-            output=tmp_path / "out",
-            progress=False,
-        )
-    assert instead in str(error.value)
 
 
 def test_a_family_that_a_runtime_lacks_for_different_blocks_is_refused():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import RECIPE, REPORT
 from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.measure.samples.samples import TokenWindows
@@ -116,19 +115,6 @@ def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
         for name in weights:
             if block_of(name) <= block:
                 assert torch.equal(tensors[name] == 0, expected[name] == 0), name
-
-
-def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
-    folder, recipe = dense.folder("llama"), with_recovery(make_recipe("magnitude"))
-    with pytest.raises(UserError, match=r"^recipe test recovers on samples, .*: give --text$"):
-        prune(encoders.job_on(folder, recipe), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-    one = RecoverySamples(TokenWindows(windows(1)), torch.float32)
-    with pytest.raises(UserError, match="give at least 2, not 1"):
-        encoders.job_on(folder, recipe, training=one)
-    two = RecoverySamples(TokenWindows(windows(2)), torch.float32)
-    with pytest.raises(UserError, match="the model has blocks 0 to 2"):
-        encoders.job_on(folder, with_recovery(make_recipe("magnitude"), layers="1:4"), training=two)
 
 
 # ---- the same job ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.bare.preview import best_columns, share_out
-from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
+from tests.cli.running import edit_weights, ok, read_json, run
 from tests.images import write_csv, write_images, write_vit
 from tests.oracles.bare import features, replaced_blocks, train, without
 
@@ -99,16 +99,3 @@ def calibration_images() -> torch.Tensor:
     options = PruneOptions.model_validate({"model": "vit", "output": "o", "images": Path("images"), "samples": 10})
     samples = choose_samples(Model.open("vit"), options, trust=False, say=print)
     return samples.batch(slice(None))["pixel_values"]
-
-
-def test_what_cannot_be(here: Path) -> None:
-    def says(*options: str) -> str:
-        return read_refusal(*JOB, *options, "-o", "o")
-
-    assert says("--ratio", "0.99").startswith("recipe dc-vit would take the attention of ")
-    assert says("--set", "bare.blocks=[7]") == "recipe dc-vit names block 7: the model has blocks 0 to 3"
-    assert "name as many" in says("--ratio", "0.1", "--set", "bare.blocks=[0, 1]")
-    assert "say --target-flops, or --ratio" in says("--target-params", "80%")
-    assert "mask does not go with it" in says("--set", "mask.method=magnitude")
-    message = read_refusal("prune", "vit", "--recipe", "dc-vit", "-o", "o")
-    assert message == "recipe dc-vit needs samples to be measured and recovered on: give --images"

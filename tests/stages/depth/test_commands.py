@@ -251,13 +251,6 @@ def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
     )
 
 
-def test_blocks_that_share_keys_and_values_stay(here) -> None:
-    config = read_json("deep/config.json") | {"num_kv_shared_layers": 2}
-    Path("deep/config.json").write_text(json.dumps(config))
-    message = read_refusal(*GIVEN, "-o", "out")
-    assert "num_kv_shared_layers" in message
-
-
 def silence(model: Any, block: int, part: str) -> Any:
     """The model without what the attention or the mlp of a block gives."""
     layer = model.model.layers[block]

@@ -133,7 +133,3 @@ def test_what_else_reads_it(factored):
 def test_what_does_not_read_it(factored):
     has = "out has two thin linears in the place of each, which recovery does not train"
     assert read_refusal("recover", "out", "--dense", "dense", *TEXT, "-o", "again") == has
-    assert read_refusal("plan", "dense", "--recipe", "svd-llm-w") == (
-        "recipe svd-llm-w factors linears, which a plan does not list: `ckpt-prune prune` applies it, with --dry-run "
-        "to see sizes"
-    )

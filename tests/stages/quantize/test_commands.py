@@ -477,7 +477,6 @@ def test_a_killed_prune_that_rounds_is_resumed_to_the_same_bytes(
             "mlx does not take outputs with linear",
         ),
         (f"{RIDGE}widths: per_layer\ncontainer: remote\n", TEXT, "runtimes of quantised weights run no code"),
-        ("version: 1\nname: none\nquantize: {format: int4}\n", TEXT, "nothing to do: say what goes"),
     ],
 )
 def test_recipes_that_cannot_round_are_refused(here: Path, recipe: str, words: tuple[str, ...], message: str):

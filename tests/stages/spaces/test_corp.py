@@ -195,15 +195,6 @@ def test_lambda_zero_with_too_few_samples(here):
     ok("prune", "small", *bare, "--images", "images", "--samples", "2", "-o", "two")
 
 
-def test_a_missing_processor(here):
-    Path("vit/preprocessor_config.json").unlink()
-    message = (
-        "vit: no image processor (preprocessor_config.json); copy the model's preprocessor_config.json into the folder"
-    )
-    assert read_refusal("calibrate", "vit", *IMAGES, "-o", "out") == message
-    assert read_refusal("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "out") == message
-
-
 def test_a_processor_of_another_size(here):
     config = read_json("vit/preprocessor_config.json")
     config["size"] = {"height": 8, "width": 8}

@@ -11,7 +11,6 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, read_refusal
-from tests.images import write_images, write_vit
 
 RECIPE = ("--recipe", "llm-pruner-taylor2")
 RATIO = ("--ratio", "0.5")
@@ -57,17 +56,4 @@ def test_statistics_without_gradients(here):
     )
     assert read_refusal("prune", "opt", *RECIPE, "-o", "out") == (
         "recipe llm-pruner-taylor2 needs statistics: give --statistics, or --text to measure them"
-    )
-
-
-def test_a_vision_model(here):
-    write_images(here / "images", ["a.png", "b.png"])
-    write_vit(here / "vit")
-    data = ("--images", "images")
-    assert read_refusal("prune", "vit", *RECIPE, "--set", "layers=null", *data, "-o", "out") == (
-        "recipe llm-pruner-taylor2 ranks units by gradients of the loss of next tokens, which is for causal language "
-        "models, and this one is for image-classification: choose another score"
-    )
-    assert read_refusal("calibrate", "vit", *data, "--collect", "taylor", "-o", "out").startswith(
-        "--collect taylor: choose from moments,gram,"
     )

@@ -102,30 +102,6 @@ def test_a_model_that_is_rotated_in_part(here):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            ["--container", "auto"],
-            "no stock class fits: no stock class has queries and keys without some of their rotary pairs. Say "
-            "--container any to store it with code of its own beside the weights, or --container padded for a stock "
-            "class that is filled up with zeros, which saves nothing there",
-        ),
-        (
-            ["--set", "spaces.rotary.compensation.method=low-rank"],
-            "mine.yaml, with --set: spaces.rotary: method low-rank is not for this space; allowed here: none, factors",
-        ),
-        (
-            ["--set", "spaces.rotary.compensation.centre_keys=true"],
-            "mine.yaml, line 6, with --set: spaces.rotary.compensation: centre_keys is for logit and low-rank, "
-            "not factors",
-        ),
-    ],
-)
-def test_what_pairs_cannot_be_asked_for(here, changes, message):
-    assert read_refusal("prune", "dense", "--recipe", "mine.yaml", *changes, *TEXT, "-o", "out") == message
-
-
 def test_statistics_without_their_moments(here):
     assert read_refusal("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out") == (
         "recipe mine prunes rotary pairs, and stats has no moments of them: calibrate with --collect moments,rotary"

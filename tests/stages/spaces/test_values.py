@@ -124,17 +124,7 @@ def test_beside_heads_queries_and_columns(here):
     assert shapes("planned") == shapes("whole")
 
 
-def test_what_is_refused(here):
-    given = ("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
-    assert read_refusal(*given, "--container", "auto") == (
-        "no stock class fits: no stock class has values narrower than queries and keys. Say --container any to "
-        "store it with code of its own beside the weights, or --container padded for a stock class that is filled up "
-        "with zeros, which saves nothing there"
-    )
-    ranked = ("--set", "allocation=across-layers", "--set", "widths=per_layer")
-    assert read_refusal(*given, *ranked).endswith(
-        "every KV head keeps as many value directions as the next: allocation: uniform or least-error"
-    )
+def test_a_projection_of_queries_keys_and_values_is_refused(here):
     with quiet_transformers():
         from transformers import GPT2Config, GPT2LMHeadModel
 
