@@ -1,11 +1,12 @@
 """Docstrings, comments and the rooms' pages name files, modules, functions and fields that exist."""
 
 import ast
+import gc
 import io
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckpt_prune.stages.recipe_files import json_schema
@@ -32,7 +33,9 @@ class Names:
     def __init__(self, root: Path) -> None:
         """Read every module of the package in `root`."""
         self.root, self.package = root, root / "ckpt_prune"
-        self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(self.package.rglob("*.py"))}
+        modules = sorted(self.package.rglob("*.py"))
+        # Walked once: that takes longer than to parse.
+        self.nodes = {path: [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))] for path in modules}
         self.pages = sorted(self.package.rglob("*.md"))
         folders = ("ckpt_prune", "recipes", "tests", "tools")
         self.files = {path.as_posix() for folder in folders for path in (root / folder).rglob("*.*")}
@@ -43,15 +46,15 @@ class Names:
         self.recipe_keys = keys_of(json_schema())
         self.words = {"lambda"} | self.recipe_keys
         self.libraries = {"cp", "loader", "mlx_lm", "peft"}
-        for path, tree in self.trees.items():
+        for path, nodes in self.nodes.items():
             parts = path.relative_to(self.package).with_suffix("").parts
-            self.modules[parts[:-1] if parts[-1] == "__init__" else parts] = assigned_names(tree)
-            self.words |= {*parts, *words_of(tree)}
-            for node in ast.walk(tree):
+            self.modules[parts[:-1] if parts[-1] == "__init__" else parts] = assigned_names(nodes)
+            self.words |= {*parts, *words_of(nodes)}
+            for node in nodes:
                 if isinstance(node, ast.ImportFrom):
                     self.libraries.add(str(node.module).partition(".")[0])
                 if isinstance(node, ast.ClassDef):
-                    self.members[node.name] |= assigned_names(node)
+                    self.members[node.name] |= assigned_names(ast.walk(node))
                     self.bases[node.name] |= {
                         part.id for base in node.bases for part in ast.walk(base) if isinstance(part, ast.Name)
                     }
@@ -95,10 +98,10 @@ class Names:
         return any(path.endswith(end) for path in self.files)
 
 
-def assigned_names(tree: ast.AST) -> set[str]:
+def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Every name that is defined, imported or assigned in a module or class, attributes included."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.alias):
@@ -108,28 +111,29 @@ def assigned_names(tree: ast.AST) -> set[str]:
     return names
 
 
-def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
     """Texts that stand alone: of modules, classes, functions, and below a constant."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 
 
-def words_of(tree: ast.AST) -> Iterator[str]:
+def words_of(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Every identifier of a module, and every word of its texts that are no docstrings."""
-    skipped = {id(text) for text in docstrings(tree)}
-    for node in ast.walk(tree):
-        fields = () if id(node) in skipped else (value for _, value in ast.iter_fields(node))
+    skipped = {id(text) for text in docstrings(nodes)}
+    for node in nodes:
+        fields = () if id(node) in skipped else vars(node).values()
         yield from (word for value in fields if isinstance(value, str) for word in WORD.findall(value))
 
 
-def texts(path: Path, tree: ast.AST | None) -> Iterator[tuple[int, str]]:
+def texts(path: Path, nodes: Sequence[ast.AST] | None) -> Iterator[tuple[int, str]]:
     """Docstrings and comments of a module with their lines, or the paragraphs of a page without its fenced code."""
-    if tree is None:
+    if nodes is None:
         yield from enumerate(prose(path).split("\n\n"))
         return
-    yield from ((text.lineno, str(text.value)) for text in docstrings(tree))
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+    yield from ((text.lineno, str(text.value)) for text in docstrings(nodes))
+    source = path.read_text(encoding="utf-8")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
@@ -137,8 +141,8 @@ def texts(path: Path, tree: ast.AST | None) -> Iterator[tuple[int, str]]:
 def dead_pointers(root: Path) -> Iterator[str]:
     """What the package's docstrings, comments and pages name that is not there, each with its place."""
     names = Names(root)
-    for path in (*names.trees, *names.pages):
-        for line, text in texts(path, names.trees.get(path)):
+    for path in (*names.nodes, *names.pages):
+        for line, text in texts(path, names.nodes.get(path)):
             wrong = [name for name in FILE.findall(text) if not names.has_file(name)]
             wrong += [name for name in DOTTED.findall(text) if not names.has_dotted(name)]
             wrong += [name for name in BARE.findall(text) if name not in names.words]
@@ -146,7 +150,11 @@ def dead_pointers(root: Path) -> Iterator[str]:
 
 
 def test_names_in_docstrings_and_pages_exist():
-    assert list(dead_pointers(ROOT)) == []
+    gc.disable()  # half of the time goes into looking for circles among a million nodes
+    try:
+        assert list(dead_pointers(ROOT)) == []
+    finally:
+        gc.enable()
 
 
 def test_names_that_do_not_exist_are_noticed(tmp_path: Path):

@@ -66,18 +66,14 @@ class FolderKind:
         if not isinstance(files, dict | list):  # names, with digests or without
             raise TypeError(f"{files!r} are no files")
         names = {str(name) for name in [*files, *(record.get("side_files") or [])]}
-        listed = {name for name in names if _is_below(name)}
+        # A record cannot name a file outside the folder.
+        listed = {name for name in names if all(part not in ("", ".", "..") for part in name.split("/"))}
         return frozenset(listed | self.always | self.exported(record) | {self.record})
 
     def _refusal(self, folder: Path, reason: str) -> UserError:
         return UserError(
             f"{folder} exists and is not {self.what} ({reason}), so it is never replaced; choose another name"
         )
-
-
-def _is_below(name: str) -> bool:
-    """Return whether a name in a record is that of a file in the folder or in a sub-folder."""
-    return all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 EXPORT_KIND = FolderKind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), unfinished="asked")

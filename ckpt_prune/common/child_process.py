@@ -16,7 +16,6 @@ _END_WITH = (
     "import sys; sys.path[:] = {path}; from ckpt_prune.common.child_process import end_with; end_with({parent}); "
 )
 _MODULE = "import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-_PROGRAM = "import os; os.execv(sys.argv[1], sys.argv[1:])"
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux."""
 
@@ -27,18 +26,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
     Start it in a folder of its own, with `safe_environment`: Python, Node and the libraries that they load would run
     files such as `numpy.py` of the working folder.
     """
-    return [sys.executable, "-P", "-c", _begin() + _MODULE.format(module=module), *arguments]
-
-
-def program_command(program: str, *arguments: str) -> list[str]:
-    """Return the command that runs a program, given by its path, so that it ends with this process if it can."""
-    if sys.platform != "linux":
-        return [program, *arguments]
-    return [sys.executable, "-P", "-c", _begin() + _PROGRAM, program, *arguments]
-
-
-def _begin() -> str:
-    return _END_WITH.format(path=import_path(), parent=os.getpid())
+    begin = _END_WITH.format(path=import_path(), parent=os.getpid())
+    return [sys.executable, "-P", "-c", begin + _MODULE.format(module=module), *arguments]
 
 
 def end_with(parent: int) -> None:

@@ -283,7 +283,7 @@ class _Trials:
             }
             names = [name for name in names if sums[name, None, shares[lowest[name]]] <= limit]
             for name in names:
-                indices |= _neighbours(lowest[name], shares)
+                indices |= set(range(max(lowest[name] - 1, 0), min(lowest[name] + 2, len(shares))))
         return sums
 
 
@@ -291,10 +291,6 @@ def _share(sums: dict[_Key, float], energy: float) -> float | None:
     """Return the share at which the best ridge is best; None if there is no ridge, or no energy."""
     ridge_trials = [FormTrial(*key, total_error) for key, total_error in sums.items() if METHODS[key[0]].ridge_towards]
     return _least(ridge_trials).share if ridge_trials and energy > 0 else None
-
-
-def _neighbours(index: int, values: Sequence[float]) -> set[int]:
-    return set(range(max(index - 1, 0), min(index + 2, len(values))))
 
 
 def _ridges(

@@ -32,7 +32,10 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
     out, parts = options.output, all_parts(read_local_config(str(resolve_model(options.model))))
     places = [out.with_name(f"{out.name}.{part}") for part in parts[:-1]]
     without_images = {} if "vision" not in parts else {"images": (), "labels": None}
-    each_options = [_choose_earlier_part(options, part, place) for part, place in zip(parts, places, strict=False)]
+    each_options = [
+        _of_tower(options, place) if part == "vision" else options.model_copy(update=_first(part, place))
+        for part, place in zip(parts, places, strict=False)
+    ]
     each_options.append(options.model_copy(update={"part": parts[-1], **without_images}))
     chosen = [read_recipe(each) for each in each_options]
     check_needed_pairs(each_options[-1], chosen[-1])
@@ -71,10 +74,6 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
         if (out / REPORT).is_file() and not partial_of(out).exists():
             for place in places:
                 process_group().on_first(partial(shutil.rmtree, place, ignore_errors=True))
-
-
-def _choose_earlier_part(options: PruneOptions, part: str, place: Path) -> PruneOptions:
-    return _of_tower(options, place) if part == "vision" else options.model_copy(update=_first(part, place))
 
 
 def _first(part: str, place: Path) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ckpt_prune.common.child_process import program_command, python_command, safe_environment
+from ckpt_prune.common.child_process import python_command, safe_environment
 from tests.forked import begin, posix, wait_gone
 
 pytestmark = posix
@@ -20,16 +19,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "module",
-        pytest.param("program", marks=pytest.mark.skipif(sys.platform != "linux", reason="programs know of no parent")),
-    ],
-)
-def test_what_a_killed_process_has_started_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int
-) -> None:
+def test_what_a_killed_process_has_started_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The input that it waits for never ends, for this process holds it open."""
     code = tmp_path / "code"
     code.mkdir()
@@ -41,8 +31,6 @@ def test_what_a_killed_process_has_started_ends(
     def work() -> None:
         os.close(give)
         command = python_command("waiting_module", str(tell))
-        if kind == "program":
-            command = program_command("/bin/sh", "-c", f"printf ! > /dev/fd/{tell}; exec cat")
         process = subprocess.Popen(command, stdin=given, env=safe_environment(), cwd=tmp_path, pass_fds=[tell])
         os.write(tell, f"{process.pid} ".encode())
         process.wait()

@@ -380,7 +380,11 @@ class Decider:
         key = name, grid, gram is not None
         if key not in self._blocks:
             matrix = self._weights[name].to_matrix()
-            self._blocks[key] = round_to_nearest(matrix, grid) if gram is None else _fit(matrix, *gram, grid)
+            self._blocks[key] = (
+                round_to_nearest(matrix, grid)
+                if gram is None
+                else round_by_gptq(matrix, gram[0], grid, damp=damp_for(len(matrix), gram[1]))
+            )
         return self._blocks[key]
 
     def _to_matrix(self, name: str, label: Label, *, fitted: bool) -> Array:
@@ -407,20 +411,18 @@ class Decider:
     def _together(self, labels: Mapping[str, Label], *, pooled: bool = True) -> float:
         assert self._measuring is not None
         begun = progress.now()
-        on = self._checked
         if self.scheme.kind == "blocks":  # products by blocks round their inputs, too
             graph = store(self._model, self._decide(Choice(dict(labels))), self._measuring, self._scratch)
-            harm = self._probe.measure_graph(
-                graph, on, reference=None if self.reference is None else self.reference._probe, pooled=pooled
-            )
+            harm = self._measure_stored(graph, pooled=pooled)
         else:
-            harm = self._measure(labels, on)
+            harm = self._measure(labels, self._checked)
         self._longest = max(self._longest, progress.now() - begun)
         return harm
 
-    def _measure_stored(self, graph: onnx_ir.Model, on: slice, *, pooled: bool = True) -> float:
+    def _measure_stored(self, graph: onnx_ir.Model, *, pooled: bool = True) -> float:
+        """Measure what a graph loses beside that of `reference`, on the feeds that sets of weights are measured on."""
         reference = None if self.reference is None else self.reference._probe
-        return self._probe.measure_graph(graph, on, reference=reference, pooled=pooled)
+        return self._probe.measure_graph(graph, self._checked, reference=reference, pooled=pooled)
 
     @property
     def _checked(self) -> slice:
@@ -430,7 +432,7 @@ class Decider:
 
     def in_float(self) -> float:
         """Measure what the graph in float32 loses beside that of `reference`."""
-        return self._measure_stored(self._model, self._checked)
+        return self._measure_stored(self._model)
 
     def _alone(self, few: Collection[str]) -> float:
         assert self._measuring is not None
@@ -646,10 +648,6 @@ class Decider:
 
 def _digest(matrix: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(matrix, np.float32).tobytes()).hexdigest()
-
-
-def _fit(matrix: Array, gram: Tensor, tokens: int, grid: BlockRounding) -> Blocks:
-    return round_by_gptq(matrix, gram, grid, damp=damp_for(len(matrix), tokens))
 
 
 def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None, scratch: Path) -> onnx_ir.Model:

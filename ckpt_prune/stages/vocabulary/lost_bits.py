@@ -59,10 +59,7 @@ class HeldOutBits:
 
     @cached_property
     def _tokens(self) -> list[list[int]]:
-        return [[self._count(piece.text) for piece in pieces] for pieces in self._windows]
-
-    def _count(self, text: str) -> int:
-        return count_tokens(self._tokenizer, text).total()
+        return [[count_tokens(self._tokenizer, piece.text).total() for piece in of] for of in self._windows]
 
     def _dense_bits(self, windows: Sequence[tuple[int, int]]) -> list[float]:
         """Return the bits of windows (number of the text, of its window), each read once."""

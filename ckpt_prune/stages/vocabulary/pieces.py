@@ -117,10 +117,7 @@ class Pieces:
             return script_of_bytes(bytes(_BYTES[each] for each in token if each in _BYTES))
         if self.falls_back and token in self._byte_tokens:
             return COMMON
-        return script_of_text(self._text(token))
-
-    def _text(self, token: str) -> str:
-        return token.removeprefix(self._prefix).removesuffix(self._suffix).strip(_SPACES)
+        return script_of_text(token.removeprefix(self._prefix).removesuffix(self._suffix).strip(_SPACES))
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

@@ -41,11 +41,6 @@ def filter_pieces(data: bytes, kept: Set[str]) -> bytes:
     return bytes(written)
 
 
-def pieces_of(data: bytes) -> list[str]:
-    """Return the pieces of a .model, in order."""
-    return [_text(body) for number, _, body in _fields(data) if number == _PIECE]
-
-
 def _text(piece: bytes) -> str:
     return next(body for number, _, body in _fields(piece) if number == _TEXT).decode()
 
