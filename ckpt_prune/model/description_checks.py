@@ -19,6 +19,7 @@ from ckpt_prune.model.skeleton import (
     parse_config,
     quiet_transformers,
     stock_class,
+    stock_names,
     stored_key,
 )
 from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, first_expert_spaces, product, recipe_space, spaces_among
@@ -61,10 +62,9 @@ def check_description(family: Family, config: Mapping[str, Any], *, changes: boo
     residual = family.residual
     if residual and any(each.holds(parsed, lambda name: family.dimension(parsed, name)) for each in residual.refused):
         family = family.model_copy(update={"residual": None})
-    skeleton = build_skeleton(parsed, family.architecture)
-    names = Names(skeleton)
+    names = stock_names(dict(config), family.architecture)
     blocks = family.dimension(parsed, "layers")
-    _check_modules(family, dict(skeleton.named_modules()), names, blocks)
+    _check_modules(family, dict(names.model.named_modules()), names, blocks)
     family = _check_linears(family, _by_block(family, names.shapes, blocks))
     for part in family.of_one_width:
         sizes = _sizes(part, _shapes_inside(part, names.shapes, parsed, family))

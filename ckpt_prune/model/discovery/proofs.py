@@ -11,6 +11,7 @@ Whole experts have no third proof: a router gives their share to others. The cla
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
@@ -46,13 +47,23 @@ class Prover:
         from transformers.core_model_loading import revert_weight_conversion
 
         saved = revert_weight_conversion(twin.model, dict(twin.model.state_dict()))
-        self.state = self._split({name: tensor.detach().contiguous() for name, tensor in saved.items()})
+        self.state = self._split({name: tensor.detach().clone() for name, tensor in saved.items()})
         self.dense = twin.outputs()
         self.blocks = range(self.dimension("layers"))
-        self._loaded: tuple[Any, State] = (None, {})  # a model of the twin's config, and its tensors
+        self._stored = self._joined(self.state)
 
     def dimension(self, name: str) -> int:
         return self.family.dimension(self.twin.parsed, name)
+
+    @cached_property
+    def _own(self) -> State:
+        """The twin's own tensors by their names on disk, as far as its class stores them as they are."""
+        names, tensors, own = Names(self.twin.model), self.twin.model.state_dict(), dict[str, Tensor]()
+        for name, stored in self._stored.items():
+            held = [tensors[each] for each in names.parameters(name)]
+            if len(held) == 1 and torch.equal(held[0], stored):
+                own[name] = held[0]
+        return own
 
     def prove(self, name: str) -> SpaceProof:
         """Prove a space, by the name that recipes have for it; of experts' columns that of one that sees tokens."""
@@ -131,11 +142,15 @@ class Prover:
         joined = self._joined(state)
         if narrow is not None:
             return self._narrow_outputs(joined, parsed, narrow)
-        model, weights = self._loaded
-        if config is None and weights.keys() == joined.keys():  # to build another would take most of the time
-            for name, tensor in joined.items():
-                weights[name].copy_(tensor)
-            return run(model, self.twin.batch)
+        if config is None and joined.keys() == self._stored.keys():
+            changed = {name: each for name, each in joined.items() if not torch.equal(each, self._stored[name])}
+            if changed.keys() <= self._own.keys():  # to build another model would take most of the time
+                for name, tensor in changed.items():
+                    self._own[name].copy_(tensor)
+                outputs = self.twin.outputs()
+                for name in changed:
+                    self._own[name].copy_(self._stored[name])
+                return outputs
         try:
             model, found = self.class_.from_pretrained(
                 None,
@@ -151,8 +166,6 @@ class Prover:
             if found[kind]:
                 first = min(each if isinstance(each, str) else each[0] for each in found[kind])
                 raise UserError(f"{kind.replace('_', ' ')}, such as {first}")
-        if config is None:
-            self._loaded = model, {name: tensor for name, tensor in model.state_dict().items() if name in joined}
         return run(model.eval(), self.twin.batch)
 
     def _narrow_outputs(self, state: Mapping[str, Tensor], parsed: Any, numbers: Mapping[str, int]) -> Tensor:
