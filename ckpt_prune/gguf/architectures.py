@@ -225,6 +225,8 @@ BERT_OUTER = {
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "token_embd_norm",
 }
+DENSE = ("2_Dense.linear", "3_Dense.linear")
+"""Modules of sentence-transformers behind the pooling of EmbeddingGemma, which llama.cpp has, too."""
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
@@ -1049,6 +1051,11 @@ ARCHITECTURES = (
                  constants={"attention.causal": False}, fused="attn.Wqkv"),
     Architecture("eurobert", "eurobert", outer={"embed_tokens": "token_embd", "norm": "output_norm"}, biases=_NONE,
                  whole="heads", only=_SILU, encodes=True, constants={"attention.causal": False}),
+    Architecture("gemma-embedding", "gemma3_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS, {
+                 "embed_tokens": "token_embd", "norm": "output_norm", DENSE[0]: "dense_2", DENSE[1]: "dense_3"},
+                 norm_offset=1, biases=_NONE, window="any", pattern=6, encodes=True,
+                 only=_GELU | {"use_bidirectional_attention": (True,), "attn_logit_softcapping": (None,)},
+                 constants={"attention.causal": False}),
     Architecture("modern-bert", "modernbert", MODERNBERT, {"embeddings.tok_embeddings": "token_embd",
                  "embeddings.norm": "token_embd_norm", "final_norm": "output_norm"}, whole="heads", encodes=True,
                  only={"hidden_activation": ("gelu",)}, biases=_NONE, window="some",

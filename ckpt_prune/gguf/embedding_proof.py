@@ -1,5 +1,6 @@
 """Proving the GGUF file of an encoder in llama.cpp: the same tokens, hidden states and embeddings as in PyTorch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.gguf.encoders import stated_pooling
+from ckpt_prune.gguf.encoders import is_encoder, read_dense, stated_pooling
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.gguf.reading import GgufFile
 from ckpt_prune.gguf.tokenizer import load_stored_tokenizer
@@ -25,6 +26,8 @@ LARGEST_DISTANCE = {"f32": 1e-9, "f16": 1e-5, "bf16": 1e-4, "q8_0": 5e-3}
 """Mean 1 − cosine to PyTorch's last hidden states up to which a file passes, about ten times what was measured. It is
 half the square of the relative error: 3e-11 in f32 (random weights), 5e-7 and 1.4e-6 in f16, 1.3e-4 and 6e-4 in q8_0,
 where llama.cpp rounds what matrices read, too (gte-small, all-MiniLM-L6-v2). With 4 bits it is only measured."""
+_LOOKED_UP = ("bert", "gemma-embedding", "gemma", "gemma2", "gemma3")
+"""Architectures that take GELU from a table."""
 _SAME_WEIGHTS = 0.02
 """The same limit where the checkpoint has the file's rounded weights: llama.cpp still rounds what matrices read."""
 
@@ -47,6 +50,9 @@ def prove_embeddings(
         UserError: llama.cpp does not load the file, or splits text into other tokens.
     """
     chosen = choose_windows(folder, options, trust=trust, task="feature-extraction")
+    if not is_encoder(file.values):  # llama.cpp keeps room for a token that would follow
+        longest = int(file.values[f"{file.values['general.architecture']}.context_length"]) - 1
+        chosen = replace(chosen, windows=chosen.windows[:, :longest])
     tokenizer = load_stored_tokenizer(folder)
     texts = texts_to_split(tokenizer, chosen.windows)
     pooling = stated_pooling(file.values)
@@ -63,12 +69,13 @@ def prove_embeddings(
     check_texts_split("llama.cpp", tokenizer, texts, answer.tokens)
     theirs = torch.from_numpy(answer.states).double()
     embeddings = None if pooling is None else torch.from_numpy(answer.pooled).double()
-    figures = _compare(_read_states(folder, chosen, trust=trust), theirs, pooling, embeddings)
+    dense_layers = any(name.startswith("dense_") for name in file.tensors)
+    figures = _compare(_read_states(folder, chosen, dense_layers, trust=trust), theirs, pooling, embeddings)
     allowed = _allowed(file.values["general.architecture"], kind, same_weights=same_weights)
     measured = [(model_name(folder), figures, REMEDY if allowed is None else "")]
     others: dict[str, Any] = {}
     if dense is not None and dense.folder is not None:
-        states = _read_states(dense.folder, chosen, trust=trust)
+        states = _read_states(dense.folder, chosen, dense_layers, trust=trust)
         measured.append((dense.name, _compare(states, theirs, pooling, embeddings), ""))
     elif dense is not None:
         others["lacking"] = dense.lacking
@@ -92,10 +99,16 @@ def prove_embeddings(
 
 
 @torch.inference_mode()
-def _read_states(folder: Path, chosen: ProofWindows, *, trust: bool) -> Tensor:
-    """Return the last hidden states of an encoder in PyTorch, (windows, length, hidden) float64."""
+def _read_states(folder: Path, chosen: ProofWindows, dense_layers: bool, *, trust: bool) -> Tensor:
+    """Return the last hidden states of an encoder in PyTorch, (windows, length, hidden) float64.
+
+    With modules Dense, which the file has, what these make of them.
+    """
     model: Any = base_model_of(load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust))
-    return torch.cat([model(input_ids=window[None]).last_hidden_state.double() for window in chosen.windows])
+    states = torch.cat([model(input_ids=window[None]).last_hidden_state.double() for window in chosen.windows])
+    for weight in read_dense(folder, states.shape[-1]).values() if dense_layers else ():
+        states = states @ weight.read().double().T
+    return states
 
 
 def pool(states: Tensor, pooling: str) -> Tensor:
@@ -122,8 +135,8 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _allowed(architecture: str, kind: str, *, same_weights: bool) -> float | None:
-    """Return the mean distance that passes; None: any. In `bert` GELU is taken from a table of float16 numbers."""
-    if kind == "f32" and architecture == "bert":
+    """Return the mean distance that passes; None: any. In some GELU is taken from a table of float16 numbers."""
+    if kind == "f32" and architecture in _LOOKED_UP:
         kind = "f16"
     if same_weights and kind not in ("f32", "f16", "bf16"):
         return _SAME_WEIGHTS

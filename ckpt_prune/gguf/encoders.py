@@ -1,13 +1,19 @@
 """Encoders in llama.cpp, which gives their last hidden states, or one embedding of a text that is pooled of them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gguf import PoolingType
+from torch import Tensor
 
-from ckpt_prune.checkpoint.json_files import pretty_json
-from ckpt_prune.checkpoint.sentence_modules import MODULES, POOLING_KEYS, read_modules, read_pooling
+from ckpt_prune.checkpoint.checkpoint import read_tensors
+from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
+from ckpt_prune.checkpoint.sentence_modules import MODULES, POOLING_KEYS, WEIGHTS, read_modules, read_pooling
+from ckpt_prune.checkpoint.shard import TensorInfo, read_header
+from ckpt_prune.gguf.architectures import DENSE
+from ckpt_prune.gguf.gguf_weight import GgufWeight
 
 TYPES_KEY = "tokenizer.ggml.token_type_count"
 """Key, as it stands, with the rows of the table of token types, of which llama.cpp adds the first to every token."""
@@ -16,6 +22,7 @@ TOKEN_TYPES = "embeddings.token_type_embeddings"
 POOLING_KEY = "pooling_type"
 CAUSAL_KEY = "attention.causal"
 _POOLER = "pooler."
+_LINEAR = "linear.weight"
 _WITHOUT_HEAD = ("Model", "ForMaskedLM", "ForPreTraining")
 """Endings of classes whose use in llama.cpp is that of their hidden states."""
 _POOLING = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "lasttoken": PoolingType.LAST}
@@ -39,8 +46,40 @@ def describe_left_out(names: Sequence[str]) -> str:
     return f"left out: {names[0]}{more} (llama.cpp makes embeddings of the last hidden states, not of a head's output)"
 
 
-def pooling_of(folder: Path) -> tuple[int | None, list[str]]:
+def read_dense(folder: Path, hidden: int) -> dict[str, GgufWeight]:
+    """Return the weights of the two modules Dense behind the pooling of an embedder, as llama.cpp has them, by name.
+
+    None if it has others: with biases, an activation, or of other widths than from `hidden` and back to it.
+
+    Raises:
+        UserError: modules.json, or a file of such a module, is damaged.
+    """
+    modules = read_modules(folder)
+    if [each.kind for each in modules if each.kind != "Normalize"] != ["Transformer", "Pooling", "Dense", "Dense"]:
+        return {}
+    found: dict[str, GgufWeight] = {}
+    for module, named in zip(DENSE, (each.folder for each in modules if each.kind == "Dense"), strict=True):
+        place = folder / (named or "")
+        settings, tensors = read_json_object(place / "config.json"), read_header(place / WEIGHTS).tensors
+        is_plain = str(settings.get("activation_function")).endswith(".Identity") and tensors.keys() == {_LINEAR}
+        if not is_plain or len(tensors[_LINEAR].shape) != 2:
+            return {}
+        read = partial(_read_linear, place, tensors[_LINEAR])
+        found[f"{module}.weight"] = GgufWeight(tensors[_LINEAR].shape, read)
+    first, last = (each.shape for each in found.values())
+    return found if first[1] == last[0] == hidden and first[0] == last[1] else {}
+
+
+def _read_linear(place: Path, info: TensorInfo) -> Tensor:
+    (tensor,) = read_tensors(place, [info]).values()
+    return tensor
+
+
+def pooling_of(folder: Path, *, dense: bool = False) -> tuple[int | None, list[str]]:
     """Return llama.cpp's number for the pooling of a sentence-transformers folder, and lines on what the file lacks.
+
+    Args:
+        dense: the file holds its modules Dense.
 
     Raises:
         UserError: modules.json, or a config.json beside it, is damaged.
@@ -56,7 +95,7 @@ def pooling_of(folder: Path) -> tuple[int | None, list[str]]:
     else:
         notes = []
     others = [each.kind for each in modules if each.kind not in ("Transformer", "Pooling", "Normalize")]
-    if others:
+    if others and not dense:
         notes.append(f"{' and '.join(others)} of modules.json are left out: embeddings are what the pooling makes")
     return (None if number is None else int(number)), notes
 

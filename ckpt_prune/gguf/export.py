@@ -153,7 +153,7 @@ def export_gguf(
     folder = source.checkpoint.whole
     chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, chosen)
-    tokenizer = read_tokenizer(folder, layout.values["vocab_size"], encodes=layout.architecture.encodes)
+    tokenizer = read_tokenizer(folder, layout.values["vocab_size"], encodes=layout.embeds)
     importance: Importance = {}
     if statistics is not None:
         importance = importance_of_statistics(Statistics(statistics), source, chosen)

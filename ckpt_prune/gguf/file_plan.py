@@ -115,7 +115,7 @@ class FilePlanner:
     @cached_property
     def _tokenizer(self) -> FileTokenizer:
         layout = lay_out(self.model)
-        return read_tokenizer(self._folder, layout.values["vocab_size"], encodes=layout.architecture.encodes)
+        return read_tokenizer(self._folder, layout.values["vocab_size"], encodes=layout.embeds)
 
     @property
     def _bare_tokenizer(self) -> FileTokenizer:

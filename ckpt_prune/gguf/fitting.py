@@ -248,7 +248,7 @@ class Fitter:
     def _round_head(self, stream: HiddenStream) -> Iterator[tuple[str, Path]]:
         """Round the head, or the embedding that is also the head, by what the head reads behind the rounded blocks."""
         name = head_of(self._matrices.layout.tensors)
-        if name not in self._kinds or self._matrices.layout.architecture.encodes:
+        if name not in self._kinds or self._matrices.layout.embeds:
             return
         sums, place = stream.observe_head(gram=self._feedback), self._matrices.place(name)
         self._matrices.now.update(self._matrices.checkpoint.read(place.sources))

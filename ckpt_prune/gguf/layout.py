@@ -16,6 +16,7 @@ from ckpt_prune.gguf.architectures import (
     ARCHITECTURES,
     ATTENTION,
     DELTA_HEADS,
+    DENSE,
     DIFFERENT,
     EVERY,
     FUSED_GATES,
@@ -37,6 +38,7 @@ from ckpt_prune.gguf.encoders import (
     describe_left_out,
     is_left_out,
     pooling_of,
+    read_dense,
     reads_texts,
 )
 from ckpt_prune.gguf.gguf_weight import GgufWeight
@@ -138,6 +140,10 @@ class GgufSource:
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
         beside = None if architecture.endswith(_GENERATES) else head_of_whole(checkpoint)
         generates = architecture.endswith(_GENERATES) or beside is not None
+        # A decoder whose last hidden states are embeddings has no head, or does without.
+        generates |= model.family.used_for == "sentence-similarity" and all(
+            each.model_type != model_type for each in ARCHITECTURES if each.encodes
+        )
         encoder = None if generates else _encoder(model_type, architecture)
         # Names of encoders are those of the base model, and what is not of it is a head.
         base = "" if encoder is None else start.removesuffix(f"{encoder.layers}.")
@@ -162,6 +168,8 @@ class GgufSource:
             if not inside and encoder is not None and encoder.outer.get(_module(whole)) == _POSITIONS:
                 weight = weight.take(0, torch.arange(reserved_positions(model.config), weight.shape[0]))
             (blocks[int(index)] if inside else outer)[inner if inside else whole] = weight
+        if encoder is not None and DENSE[0] in encoder.outer:
+            outer |= read_dense(checkpoint.path, int(model.config.hidden_size))
         stacked = [_stack(block) for block in blocks]
         within = checkpoint.within
         seeing = "" if within is None else within.whole.config.get("model_type")
@@ -210,6 +218,11 @@ class GgufSource:
                 f"{key} of config.json is one whole number for all blocks, and here {str(stated)[:40]}"
             )
         return numbers[0]
+
+    @property
+    def embeds(self) -> bool:
+        """Whether its last hidden states are used as embeddings."""
+        return self.model.family.used_for == "sentence-similarity"
 
     @property
     def tied(self) -> bool:
@@ -559,6 +572,11 @@ class Layout:
     tensors: Mapping[str, GgufWeight]
     notes: tuple[str, ...] = ()
 
+    @property
+    def embeds(self) -> bool:
+        """Whether its last hidden states are used as embeddings, and no token is predicted."""
+        return self.architecture.encodes or POOLING_KEY in self.values
+
 
 def lay_out(model: Model, kind: GgufType | None = None, read: Callable[[str], Tensor] | None = None) -> Layout:
     """Choose llama.cpp's architecture for a checkpoint, and name everything that its file holds.
@@ -629,8 +647,13 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     rotary, factors, context = _rotary(source, architecture)
     if source.left_out:
         notes.append(describe_left_out(source.left_out))
-    if architecture.encodes:
-        number, lines = pooling_of(source.model.checkpoint.path)
+    if architecture.encodes or source.embeds:
+        dense = [source.outer[f"{each}.weight"].shape for each in DENSE if f"{each}.weight" in source.outer]
+        number, lines = pooling_of(source.model.checkpoint.path, dense=bool(dense))
+        if number is None and not architecture.encodes:
+            raise CannotMapError(lines[0])
+        for place, shape in enumerate(dense, 2):
+            rotary |= {f"dense_{place}_feat_{end}": size for end, size in zip(("out", "in"), shape, strict=True)}
         rotary |= {} if number is None else {POOLING_KEY: number}
         notes += lines
     elif context < _context(source, architecture):
@@ -947,7 +970,10 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     values |= {key: bool(source.value(name)) for key, name in architecture.flags.items()}
     if architecture.window and not all(full := _sees_all(source)):
-        values.setdefault("attention.sliding_window", int(source.value("sliding_window")))
+        window = int(source.value("sliding_window"))
+        if architecture.encodes and "use_bidirectional_attention" in architecture.only:
+            window = 2 * (int(source.model.config.sliding_window) - 1)  # its class takes half of what is stated
+        values.setdefault("attention.sliding_window", window)
         if architecture.pattern is None or full != _lasts(architecture, len(full)):
             values["attention.sliding_window_pattern"] = [not each for each in full]
     if architecture.shares and architecture.differs:

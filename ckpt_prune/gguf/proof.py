@@ -11,7 +11,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.architectures import ARCHITECTURES, EXPERT_COUNTS, TANH_GELU
 from ckpt_prune.gguf.embedding_proof import prove_embeddings
-from ckpt_prune.gguf.encoders import is_encoder
+from ckpt_prune.gguf.encoders import is_encoder, stated_pooling
 from ckpt_prune.gguf.layout import bounds_are_exact
 from ckpt_prune.gguf.llama_cpp import Answer, LlamaCppTask, require_runtime, run_llama_cpp
 from ckpt_prune.gguf.reading import open_gguf
@@ -64,7 +64,7 @@ def prove(
             tokens, or goes on after an end.
     """
     require_runtime()
-    if is_encoder((opened := open_gguf(file)).values):
+    if is_encoder((opened := open_gguf(file)).values) or stated_pooling(opened.values) is not None:
         return prove_embeddings(
             opened,
             folder,

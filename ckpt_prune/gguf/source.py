@@ -83,7 +83,7 @@ _LOCAL, _FULL = "sliding_attention", "full_attention"
 _SHARED = "attention.shared_kv_layers"
 _OPTIONAL = ("embedding_length_per_layer_input", "altup.active_idx", _SHARED)
 """Counts that may be 0, as they are where a file has none."""
-_TWO_BASES = ("gemma3", "gemma3n")
+_TWO_BASES = ("gemma3", "gemma3n", "gemma-embedding")
 """Architectures whose windows have a rotary base of their own."""
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
@@ -143,10 +143,9 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     check_shapes(shapes, names, str(path))
     dtype = _dtype(file)
     written["dtype"] = str(dtype).removeprefix("torch.")
-    texts = _tokenizer_texts(stored.tokenizer)
+    texts = _tokenizer_texts(stored.tokenizer) | texts_of_pooling(file.values, config["hidden_size"])
     notes = []
     if architecture.encodes:
-        texts |= texts_of_pooling(file.values, config["hidden_size"])
         notes.append(describe_read(file.values, file.values[f"{architecture.name}.context_length"]))
     else:
         texts["generation_config.json"] = pretty_json(stored.generation)
@@ -380,7 +379,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config[architecture.indexers] = ["full" if each else "shared" for each in own]
     if architecture.unnormed:
         config["use_qk_norm"] = keys.number("expert_count") != architecture.unnormed
-    if architecture.large:
+    if architecture.large or architecture.name == "gemma-embedding":
         config["query_pre_attn_scalar"] = architecture.query_scalar(blocks, hidden, heads, head_dim)
     _add_counts(keys, architecture, config)
     _add_biases(file, config)
@@ -438,10 +437,12 @@ def _add_encoder(file: GgufFile, keys: Keys, architecture: Architecture, config:
     """Set what encoders have otherwise: all tokens see each other, tokens have types, and there is no head."""
     if keys.flag(CAUSAL_KEY, True):
         raise keys.refuse(CAUSAL_KEY, "and no class of transformers is known to compute that")
+    if "dense_2.weight" in file.tensors:
+        raise keys.refuse("dense_2_feat_out", "and no modules Dense are made of it: take the checkpoint that it is of")
     heads = config["num_attention_heads"]
-    if heads * config["head_dim"] != config["hidden_size"]:
+    if architecture.whole and heads * config["head_dim"] != config["hidden_size"]:
         raise keys.refuse("attention.head_count", "and heads are together as wide as the model; download it again")
-    if architecture.name != "eurobert" and config["num_key_value_heads"] != heads:
+    if architecture.name not in ("eurobert", "gemma-embedding") and config["num_key_value_heads"] != heads:
         raise keys.refuse("attention.head_count_kv", "and every head has keys and values of its own")
     if TOKEN_TYPES in architecture.outer:
         types = file.tensors.get("token_types.weight")

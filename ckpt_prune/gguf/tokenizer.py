@@ -149,9 +149,11 @@ def find_frame(tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _frame_tokens(tokenizer: Any) -> tuple[int | None, int | None]:
-    """Return the tokens that may be put around a text, which encoders name otherwise."""
+    """Return the tokens that may be put around a text: the last is the one that is (Qwen3-Embedding has its own)."""
+    plain, framed = (split(tokenizer, "a", framed=each) for each in (False, True))
+    last = framed[-1] if framed[-1:] != plain[-1:] else None
     return _first(tokenizer.bos_token_id, tokenizer.cls_token_id), _first(
-        tokenizer.eos_token_id, tokenizer.sep_token_id
+        last, tokenizer.eos_token_id, tokenizer.sep_token_id
     )
 
 
@@ -161,7 +163,7 @@ def read_tokenizer(folder: Path, rows: int, *, encodes: bool = False) -> FileTok
     Args:
         folder: of the checkpoint.
         rows: of the embedding. Added tokens beyond them are left out, and rows without a token are named [PADn].
-        encodes: the model is an encoder, which ends no text, and whose tokens may be WordPieces.
+        encodes: the model makes embeddings, and ends no text; tokens of encoders may be WordPieces.
 
     Raises:
         UserError: llama.cpp has no such tokenizer; what it lacks is named.

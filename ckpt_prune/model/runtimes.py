@@ -95,6 +95,7 @@ _LLAMA_CPP = (
 )
 _LLAMA_CPP_ENCODERS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert", "nomic_bert", "eurobert"),
+    "gemma3_text",
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (

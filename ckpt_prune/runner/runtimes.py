@@ -69,8 +69,12 @@ def _targets(recipe: Recipe) -> list[Target]:
 
 
 def _check(targets: Iterable[Target], model: Model, model_type: str, changes: set[Change]) -> None:
+    family = model.family
     for target in targets:
-        generates = model.family.causal or head_of_whole(model.checkpoint) is not None
+        generates = family.causal or head_of_whole(model.checkpoint) is not None
+        # Decoders whose last hidden states are embeddings, too, but for types that are encoders there.
+        generates |= target.name == "llama.cpp" and family.used_for == "sentence-similarity" and family.has_causal
+        generates &= model_type not in target.runtime.encoders or family.causal
         reason = refusal(target.name, model_type, changes, generates=generates)
         if reason is not None:
             raise UserError(reason)

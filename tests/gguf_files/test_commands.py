@@ -122,7 +122,7 @@ def test_without_llama_cpp_the_file_is_refused_with_the_command_that_installs_it
 
 def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkeypatch):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
-    monkeypatch.setattr("ckpt_prune.gguf.layout.GgufWeight.pair_neighbours", lambda weight, *_sizes: weight)
+    monkeypatch.setattr("ckpt_prune.gguf.layout.GgufWeight.pair_neighbours", lambda weight, *_sizes, back: weight)
     code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--text", proving(model).text[0])
     assert code == 1
     assert "nothing is written to" in output
@@ -297,7 +297,7 @@ def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file
     assert not list(tmp_path.iterdir())
     code, output = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends, "--set", "export.dtype=int8")
     assert (code, "export.dtype" in output or "int8 does not go with" in output) == (2, True), output
-    monkeypatch.setattr("ckpt_prune.gguf.layout.GgufWeight.pair_neighbours", lambda weight, *_sizes: weight)
+    monkeypatch.setattr("ckpt_prune.gguf.layout.GgufWeight.pair_neighbours", lambda weight, *_sizes, back: weight)
     code, output = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends)
     assert (code, "nothing is written to" in output) == (1, True), output
     assert not list(out.glob("*gguf*"))

@@ -1,9 +1,11 @@
 """Files of encoders: llama.cpp makes the hidden states and embeddings that PyTorch does, of the same tokens."""
 
 import json
+import re
 
 import pytest
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForTokenClassification
+from tokenizers import Tokenizer, processors
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForTokenClassification
 
 import ckpt_prune
 from ckpt_prune.checkpoint.sentence_modules import read_modules
@@ -12,10 +14,11 @@ from ckpt_prune.gguf.architectures import ARCHITECTURES
 from ckpt_prune.gguf.encoders import pooling_of
 from ckpt_prune.gguf.export import export_gguf, validate_gguf
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
-from tests.gguf_files.tiny import add_pooling, frame_tokens, proving, save, save_pieces, save_unigram
+from tests.gguf_files.tiny import WINDOWED, add_pooling, frame_tokens, proving, save, save_pieces, save_unigram
 from tests.runner.frontiers import run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
@@ -36,6 +39,7 @@ ENCODERS = {
     ),
     "nomic_bert": ("nomic_bert", AutoModel, ROBERTA),
     "eurobert": ("eurobert", AutoModel, ROBERTA),
+    "gemma-embedding": ("gemma3_text", AutoModel, WINDOWED | {"use_bidirectional_attention": True}),
 }
 """Name → family, class, and what its config.json has."""
 
@@ -54,7 +58,7 @@ def test_an_encoder_makes_the_same_hidden_states_and_embeddings(name, tmp_path):
     add_pooling(folder, pooling_mode_cls_token=True, pooling_mode_mean_tokens=False)
     exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
     assert exported.passed, exported.proof
-    assert exported.proof.allowed == (1e-5 if exported.architecture == "bert" else 1e-9)
+    assert exported.proof.allowed == (1e-5 if exported.architecture in ("bert", "gemma-embedding") else 1e-9)
     assert exported.proof.pooling == "cls"
     made = ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text)
     assert made.notes[1].startswith("the file does not say how many tokens of a text its model takes (here ")
@@ -64,6 +68,51 @@ def test_an_encoder_makes_the_same_hidden_states_and_embeddings(name, tmp_path):
     for text in (*HARD_TEXTS, "A  ab\tAb½ return<mask>", "été"):
         assert split(again, text) == split(stored, text)
     assert validate_gguf(exported.path, str(tmp_path / "back"), proving(folder)).passed
+
+
+def test_modules_dense_of_embeddinggemma_are_in_its_file(tmp_path):
+    folder = save_encoder(tmp_path / "model", "gemma-embedding")
+    add_pooling(folder, dense=48, pooling_mode_mean_tokens=True)
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.passed, exported.proof
+    assert exported.proof.pooled[0] < 1e-5
+    assert not any("left out" in note for note in exported.notes)
+    file = open_gguf(tmp_path / "m.gguf")
+    assert file.tensors["dense_2.weight"].shape == (48, 32)
+    assert file.values["gemma-embedding.dense_3_feat_in"] == 48
+    with pytest.raises(UserError, match="dense_2_feat_out is '48', and no modules Dense are made of it"):
+        ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", proof=False)
+    settings = folder / "2_Dense" / "config.json"
+    settings.write_text(settings.read_text(encoding="utf-8").replace("Identity", "Tanh"), encoding="utf-8")
+    exported = export_gguf(str(folder), tmp_path / "other.gguf", proving(folder), kind="f32", proof=False)
+    assert exported.notes == ("Dense and Dense of modules.json are left out: embeddings are what the pooling makes",)
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+def test_a_decoder_that_makes_embeddings_pools_its_last_token(auto, tmp_path):
+    """As Qwen3-Embedding, whose texts have another last token than its answers. Its embedding is no head."""
+    folder = save(tmp_path / "model", "qwen3", auto, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True)
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [(token, stored.token_to_id(token)) for token in ("return",)]
+    stored.post_processor = processors.TemplateProcessing(single="$A return", special_tokens=ends)
+    stored.save(str(folder / "tokenizer.json"))
+    add_pooling(folder, pooling_mode_lasttoken=True)
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert (exported.passed, exported.proof.pooling, exported.proof.allowed) == (True, "last", 1e-9)
+    values = open_gguf(tmp_path / "m.gguf").values
+    assert values["tokenizer.ggml.eos_token_id"] == ends[0][1]
+    made = ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text)
+    assert (made.proof.passed, pooling_of(tmp_path / "back")) == (True, pooling_of(folder))
+    if auto is AutoModel:
+        data = ["--text", proving(folder).text[0], "--samples", 4, "--window", 32]
+        recipe = ["--recipe", "ridge", "--ratio", 0.3, "--for", "llama.cpp", "--set", "export.format=gguf"]
+        recipe += ["--set", "export.dtype=q8_0", "--set", "export.rounding=gptq", "--evaluate-samples", 0]
+        code, output = run("prune", folder, *recipe, *data, "-o", tmp_path / "out")
+        assert code == 0, output
+        assert sum(map(int, re.findall(r"(\d+) by (?:error feedback|importance)", output))) == 14
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}', encoding="utf-8")
+        with pytest.raises(UserError, match=r"qwen3: llama\.cpp does not pool by max"):
+            export_gguf(str(folder), tmp_path / "m2.gguf", proving(folder), kind="f32", proof=False)
 
 
 def test_what_llama_cpp_pools_otherwise_or_leaves_out_is_said(tmp_path):

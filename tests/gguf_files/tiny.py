@@ -8,6 +8,7 @@ from typing import Any
 from zlib import decompress
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -179,9 +180,15 @@ def frame_tokens(folder: Path) -> None:
     stored.save(str(folder / "tokenizer.json"))
 
 
-def add_pooling(folder: Path, **settings: Any) -> None:
-    """Make a model an embedder of sentence-transformers."""
+def add_pooling(folder: Path, dense: int = 0, **settings: Any) -> None:
+    """Make a model an embedder of sentence-transformers, with two modules Dense that are `dense` wide between."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    for name, shape in (("2_Dense", (dense, 32)), ("3_Dense", (32, dense))) if dense else ():
+        kinds[name] = "Dense"
+        (folder / name).mkdir()
+        settled = {"activation_function": "torch.nn.modules.linear.Identity", "bias": False}
+        (folder / name / "config.json").write_text(json.dumps(settled), encoding="utf-8")
+        save_file({"linear.weight": torch.randn(shape)}, folder / name / "model.safetensors")
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
     (folder / "1_Pooling").mkdir()

@@ -73,9 +73,9 @@ class GgufExport:
         place = source.checkpoint.path
         if source.checkpoint.rewritten:  # fewer tokens: llama.cpp has their tokenizer if it has that of all
             rows = config_of(place, trust=job.trust).get_text_config().vocab_size
-            read_tokenizer(place, rows, encodes=layout.architecture.encodes)
+            read_tokenizer(place, rows, encodes=layout.embeds)
         elif source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
-            read_tokenizer(place, layout.values["vocab_size"], encodes=layout.architecture.encodes)
+            read_tokenizer(place, layout.values["vocab_size"], encodes=layout.embeds)
             dense = DenseSource(source.checkpoint.name, place)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
