@@ -25,6 +25,7 @@ QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SIDE = {"height": 12, "width": 12}
 CROP = {"size": {"shortest_edge": 12}, "crop_size": SIDE}
 PIXELS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 256}
+PADDLE = PIXELS | {"temporal_patch_size": 1, "size": {"shortest_edge": 256, "longest_edge": 256}}
 LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 TILES = {"image_grid_pinpoints": [[12, 24], [24, 12]]}
 WHOLE = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
@@ -43,7 +44,7 @@ READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "gemma4": ("Gemma4", "Gemma4ImageProcessor", GEMMA4, {}, ("<boi>", "<eoi>", "<img>", "<sound>", "<boa>", "<eoa>")),
     "paligemma": ("PaliGemma", "SiglipImageProcessor", {"size": SIDE, "image_seq_length": 9}, {}, ("<image>",)),
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
-    "qwen2_vl": ("Qwen2VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
+    "paddleocr_vl": ("PaddleOCRVL", "PaddleOCRVLImageProcessor", PADDLE, {}, ("<image>", "<start>", "<end>")),
     "qwen3_vl": ("Qwen3VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
     "llava": ("Llava", "CLIPImageProcessor", CROP, LLAVA, ("<image>",)),
     "llava_next": ("LlavaNext", "LlavaNextImageProcessor", CROP | TILES, LLAVA, ("<image>",)),
@@ -65,7 +66,7 @@ first."""
 NEEDS = {"smolvlm": "num2words", "mistral3": "torchvision"}
 """Packages that a processor's own module imports, and this package does not."""
 MARKS = {
-    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "paddleocr_vl": "<start><image><end>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -93,6 +94,7 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     sounds = ("audio_token", "boa_token", "eoa_token")
     gemma = dict(zip(("boi_token", "eoi_token", "image_token", *sounds), marks, strict=False))
     named = dict.fromkeys(("gemma3", "gemma4"), gemma)
+    named["paddleocr_vl"] = {"image_token": "<image>"}
     named["internvl"] = INTERN | {"video_token": "<video>"}
     kept = {"extra_special_tokens": named[model_type]} if model_type in named else {}
     tokenizer = PreTrainedTokenizerFast(
@@ -102,9 +104,7 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     config = dict(CONFIGS[model_type])
     size = {"vocab_size": len(tokenizer), "max_position_embeddings": 4 * WINDOW}
     config["text_config"] = config["text_config"] | size
-    image = tokenizer.convert_tokens_to_ids(
-        marks[2] if model_type in named and "internvl" not in model_type else marks[0]
-    )
+    image = tokenizer.convert_tokens_to_ids(marks[2] if named.get(model_type) is gemma else marks[0])
     key = "image_token_index" if model_type.startswith("llava") else "image_token_id"
     config |= {key: image} | CHANGES.get(model_type, lambda _: {})(config)
     if model_type == "gemma4":

@@ -37,13 +37,17 @@ DISCOVERED = Path(__file__).resolve().parent / "discovered.json"
 ROOM = DISCOVERED.parents[1] / "ckpt_prune" / "model"
 PAGE = ROOM / "FAMILIES.md"
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_COMPASS = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "emu3": {"vocabulary_map": {"<image>": 90, "<|visual token 000000|>": 91}},
     "esm": {"mask_token_id": 32, "pad_token_id": 1},
     "gemma4": {"text_config": {"num_hidden_layers": 42, "num_kv_shared_layers": 18}},  # as E4B has it
     **{name: {"decoder_start_token_id": 0} for name in ("longt5", "t5", "umt5")},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "xmod": {"default_language": "en_XX"},
 }
@@ -358,6 +362,9 @@ def build_whole(config: dict[str, Any], sizes: Any) -> Any:
 
     reasons: list[str] = []
     for small, _ in small_configs(config, sizes):
+        for inner in small.values():  # a tower's output is as wide as text is
+            if isinstance(inner, dict):
+                inner |= {key: sizes.hidden for key in ("out_hidden_size", "text_hidden_size") if key in inner}
         try:
             return make_model(make_skeleton_config(small), load_composite(small).architecture)
         except Exception as error:  # whatever the class runs into with sizes that it does not take

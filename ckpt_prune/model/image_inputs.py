@@ -1,20 +1,22 @@
 """Random inputs for classes that read images: whole images, or patches and their places."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_GRID, _PLACES, _SHAPES = "grid_thw", "pixel_position_ids", "spatial_shapes"
-"""Arguments with the places of patches that an image processor has cut out: for Qwen-VL, Gemma 4 and SigLIP 2."""
+_GRID, _PLACES, _SHAPES, _SIZES = "grid_thw", "pixel_position_ids", "spatial_shapes", "target_sizes"
+"""Arguments with the places of patches that an image processor has cut out: for Qwen-VL, Gemma 4, SigLIP 2, MiniCPM."""
 
 
 def image_inputs(
     forward: Callable[..., Any], config: Any, images: int, size: tuple[int, int]
-) -> dict[str, Tensor] | None:
-    """Return random images as a model takes them, alone or with their places; None if it reads none.
+) -> Iterator[dict[str, Tensor]]:
+    """Yield random images in the forms in which a model may take them, alone or with their places; nothing if in none.
+
+    Signatures do not tell whether numbers of a patch stand in one axis or in three: callers take what the model runs.
 
     Args:
         forward: of the model.
@@ -24,24 +26,34 @@ def image_inputs(
     """
     taken = signature(forward).parameters
     channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
-    given = {name for name in (_GRID, _PLACES, _SHAPES) if name in taken}
+    given = {name for name in (_GRID, _PLACES, _SHAPES, _SIZES) if name in taken}
     if not given:
-        return {"pixel_values": _draw(images, channels, *size)} if "pixel_values" in taken else None
+        yield from [{"pixel_values": _draw(images, channels, *size)}] if "pixel_values" in taken else []
+        return
     patch = _first(config.patch_size)
     rows, columns = (length // patch for length in size)
     numbers = channels * patch**2 * _first(getattr(config, "temporal_patch_size", 1))
+    count = images * rows * columns
     if _GRID in given:
         merged = {"merge_sizes": torch.full((images,), 2)} if "merge_sizes" in taken else {}
         name = "hidden_states" if "hidden_states" in taken else "pixel_values"
         grid = torch.tensor([[1, rows, columns]]).repeat(images, 1)
-        return {name: _draw(images * rows * columns, numbers), _GRID: grid} | merged
+        square = (channels, patch, patch)
+        for shape in ((count, numbers), (count, *square), (1, count, *square)):
+            yield {name: _draw(*shape), _GRID: grid} | merged
+        return
+    if _SIZES in given:
+        sizes = torch.tensor([[rows, columns]], dtype=torch.int32).repeat(images, 1)
+        yield {"pixel_values": _draw(1, channels, patch, count * patch), _SIZES: sizes}
+        return
     patches = {"pixel_values": _draw(images, rows * columns, numbers)}
     if _PLACES in given:
         down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        return patches | {_PLACES: torch.stack([right.flatten(), down.flatten()], -1)[None].repeat(images, 1, 1)}
+        yield patches | {_PLACES: torch.stack([right.flatten(), down.flatten()], -1)[None].repeat(images, 1, 1)}
+        return
     mask = torch.ones(images, rows * columns, dtype=torch.long)
     masks = {"pixel_attention_mask": mask} if "pixel_attention_mask" in taken else {}
-    return patches | masks | {_SHAPES: torch.tensor([[rows, columns]]).repeat(images, 1)}
+    yield patches | masks | {_SHAPES: torch.tensor([[rows, columns]]).repeat(images, 1)}
 
 
 def are_images(batch: Mapping[str, Tensor]) -> bool:

@@ -109,7 +109,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         raise UserError(NO_MODEL_TYPE)
     if is_composite(config) and not (model_type in known_families() or OUTSIDE_KEY in config):
         raise UserError(load_composite(config).advice)
-    refuse_unsupported(model_type)
+    if OUTSIDE_KEY not in config:
+        refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts and model_type in known_families() and load_family(model_type).experts is None:
         raise UserError(

@@ -296,18 +296,25 @@ def time_run(
     The first block of each shape is run, on as many samples as run together. If there are none, that is a window of the
     model's context, or an image of its config's size; there is none for sounds.
     """
-    family, one = model.family, samples
-    if one is None and family.modality == "text":
-        one = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long))
-    elif one is None and family.modality == "image":
+    family, forms = model.family, list[Samples]() if samples is None else [samples]
+    if samples is None and family.modality == "text":
+        forms = [TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long))]
+    elif samples is None and family.modality == "image":
         forward = stock_class(family.architecture, model.config).forward
         inputs = image_inputs(forward, model.config, 1, image_size(family, model.config))
-        one = None if inputs is None else _BlankImage(inputs, model.tokens)
-    if one is None:
-        return None
+        forms = [_BlankImage(each, model.tokens) for each in inputs]
     view = ModelView(model, device, container=container_of(model) if model.has_remote_code else None)
-    count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))
-    stream, total = view.stream(SampleRange(one, 0, count), dtype), 0.0
+    while forms:
+        one = forms.pop(0)
+        count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))
+        try:
+            stream, total = view.stream(SampleRange(one, 0, count), dtype), 0.0
+            break
+        except Exception:  # whatever a class runs into with images in another form than its own
+            if not forms:
+                raise
+    else:
+        return None
     for block, alike in _blocks_by_shape(model).items():
         for before in range(block) if stream.reads_results(block) else ():
             module = stream.factory.build_block(before, view.block(before))

@@ -148,6 +148,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": TEXT | {"model_type": "mistral", "head_dim": 8},
         "vision_config": EYES | {"model_type": "pixtral", "intermediate_size": 24, "head_dim": 4},
     },
+    "paddleocr_vl": {
+        "text_config": TEXT
+        | {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
+        "vision_config": EYES | {"intermediate_size": 24},
+    },
     "qwen3_5": {
         "text_config": TEXT
         | {

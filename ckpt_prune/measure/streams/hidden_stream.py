@@ -181,6 +181,8 @@ class HiddenStream:
                 entering = entering.reshape(1, -1, entering.shape[-1])
             is_known = family.stage is not None  # there the tokens of a sample are near their number alone
             self._axis = 0 if is_known else sample_axis(entering.shape, self.samples.tokens)
+            if isinstance(self._handed, HandedAlone):
+                self._handed.axis = self._axis or 0
             entering = self._by_sample(entering, rows.stop - rows.start)
             if position == 0 or (self._varying and entering.shape[1] > self.states.shape[1]):
                 before = self.states if position else None

@@ -226,6 +226,8 @@ class HandedAlone:
     def __init__(self, allocate: Allocate, name: str, *, shares: bool = False) -> None:
         self._allocate, self._name, self._shares = allocate, name, shares
         self.shapes: dict[int, tuple[int, ...]] = {}
+        self.axis = 0
+        """That of samples in hidden states: several streams side by side may stand before it (Gemma 3n)."""
         self._of: dict[int, list[Handed]] = {}
         self._known: dict[tuple[Any, ...], Tensor] = {}
         self._shared: dict[int, dict[Any, tuple[Tensor, ...]]] = defaultdict(dict)  # of each sample
@@ -273,7 +275,7 @@ class HandedAlone:
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else [int(row) for row in rows]
         assert len(numbers) == count
         outputs = []
-        for number, one in zip(numbers, torch.split(states, 1), strict=True):
+        for number, one in zip(numbers, torch.split(states, 1, self.axis), strict=True):
             handed = self._of[number][block]
             leaves = (leaf.to(states.device) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(handed))
             keep = partial(self._share, number) if self._shares else None
@@ -281,7 +283,7 @@ class HandedAlone:
             entering = one if shape is None else one[0, : self.tokens(number)].view(shape)
             leaving = _run(module, block, _replace(handed, leaves), entering, self._name, known, keep)[0]
             outputs.append(leaving if shape is None else pad_tokens(leaving.flatten(0, -2)[None], one.shape[1]))
-        return torch.cat(outputs)
+        return torch.cat(outputs, self.axis)
 
     def _share(self, number: int, made: Shared) -> None:
         self._shared[number] |= {key: tuple(each.detach() for each in values) for key, values in made.items()}

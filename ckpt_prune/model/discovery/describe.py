@@ -40,6 +40,7 @@ _GROUPS = ("n_group", "topk_group")
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 _USUAL_IMAGE = (448, 448)
 """Height and width that costs of towers are stated for which take any size, and name none."""
+_BARE = "is a tensor by itself, and no weight of a linear module"
 _LINEAR_HEADS = rf"{_KEY_HEADS}|mamba\w*_heads|linear_num_heads"
 
 
@@ -101,6 +102,11 @@ class Describer:
         parameter = f"{run.path}.{path}.{kind}" if kind else f"{run.path}.{path}"
         name = self.names.saved_as(parameter).removeprefix(self.prefix.format(block=index))
         return name.removesuffix(f".{kind}") if kind else name
+
+    def _is_bare(self, module: Any) -> bool:
+        """Return whether what a trace takes for a linear module is a tensor by itself on disk."""
+        prefixes = [self.prefix.format(block=run.path.rpartition(".")[2]) for run in self.runs]
+        return any(f"{prefix}{module}" in self.names.shapes for prefix in prefixes)
 
     # ---- dimensions ----------------------------------------------------------------------------------------------
 
@@ -190,6 +196,12 @@ class Describer:
             self.whole[name] = "other blocks read the keys and values of its heads"
         experts = self._experts()
         self._columns(traces)
+        if any(map(self._is_bare, attention.values())):
+            attention = self._unknown_attention(traces)
+        for name, space in list(self.spaces.items()):
+            for module in filter(self._is_bare, modules_of([space])):
+                self.spaces.pop(name, None)
+                self.whole[name] = f"{module} {_BARE}"
         if not self.spaces and self.stage is not None:
             raise UserError(
                 f"no space of {self.twin.architecture} was found: what linear modules of its blocks read is mixed "
@@ -881,6 +893,8 @@ class Describer:
         found = find_experts(run.block, packed[0], self.names, prefix, run.path, self.twin.sizes.experts)
         if not isinstance(found, str) and not found.alone and chooses_others(run, packed[0], self.twin.sizes.experts):
             found = "its router chooses among more than its experts"
+        if not isinstance(found, str) and self._is_bare(found.router):
+            found = f"{found.router} {_BARE}"
         if isinstance(found, str):
             self.whole["experts"] = self.whole["mlp"] = found
             return None

@@ -1,6 +1,7 @@
 """Finds text part and tower of a model that is made of several, in its stock class, and stages of a model of images."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -48,54 +49,65 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
     whole_auto, architecture = find_class(model_type, [auto for auto in _MAPPINGS if auto not in _BARE])
     config = parse_config(values)
-    text: Any = config.text_config
-    auto, own = find_class(text.model_type, [*_TEXT, "AutoModel"])
+    models: dict[str, Any] = {}
+    refused: dict[str, str] = {}
     try:
         whole = build_skeleton(config, architecture)
-        modules = _find_modules(whole, build_skeleton(text, own))
-        if not modules and auto != "AutoModel":  # the whole may have a head of its own
-            auto, base = find_class(text.model_type, ["AutoModel"])
-            modules = _find_modules(whole, build_skeleton(text, base))
     except RefusedConfigError as error:
         raise UserError(f"{model_type} is made of several models, and cannot be built: {error.rule}") from error
-    if not modules:
-        raise UserError(f"{model_type} is made of several models, and holds no {own}")
-    seen = next((kind for kind in ("vision", "audio") if hasattr(config, f"{kind}_config")), None)
-    note = f"{_ONLY_TEXT}; --data FILE calibrates it on both" if seen == "vision" else _ONLY_TEXT
-    parts = {
-        "text": {
-            "config": "text_config",
-            "auto": auto,
-            "modules": modules,
-            "keeps": _fixed_spaces(text.model_type),
-            "note": note,
-        }
-    }
-    refused = {}
-    if seen == "vision" and config.vision_config is None:
-        refused["vision"] = f"this {model_type} has no vision_config"
-    elif seen == "vision":
+    try:
+        models["text"] = _find_text(whole, config)
+    except UserError as error:
+        refused["text"] = str(error)
+    if hasattr(config, "vision_config"):
         try:
-            parts["vision"] = _find_tower(whole, config.vision_config)
+            models["vision"] = _find_tower(whole, config.vision_config)
         except UserError as error:
             refused["vision"] = str(error)
     return {
         "model_type": model_type,
         "architecture": architecture,
         "auto": whole_auto,
-        "parts": parts,
+        "parts": models,
         "refused": refused,
     }
 
 
+def _find_text(whole: nn.Module, config: Any) -> dict[str, Any]:
+    """Return the description of the text part of a model, as a class or as a module of it; UserError if none."""
+    text = config.text_config
+    auto, modules = "AutoModel", dict[str, str]()
+    for autos in ([*_TEXT, "AutoModel"], ["AutoModel"]):  # the whole may have a head of its own
+        with suppress(UserError):
+            auto, own = find_class(text.model_type, autos)
+            modules = _find_modules(whole, build_skeleton(text, own))
+        if modules:
+            break
+    keeps = _fixed_spaces(text.model_type)
+    note = f"{_ONLY_TEXT}; --data FILE calibrates it on both" if hasattr(config, "vision_config") else _ONLY_TEXT
+    modules = modules or {_find_module(whole, text, "it holds no model of text with the config text_config"): ""}
+    return {"config": "text_config", "auto": auto, "modules": modules, "keeps": keeps, "note": note}
+
+
 def _find_tower(whole: nn.Module, config: Any) -> dict[str, Any]:
     """Return the description of the tower of a config, the model in another that reads images; UserError if none."""
-    models = ((path, each) for path, each in whole.named_modules() if path and isinstance(each, PreTrainedModel))
-    path = next((path for path, each in models if type(each.config) is type(config)), None)
-    if path is None:
-        raise UserError("it has no tower: what it makes of images goes into its text part at once")
+    if config is None:
+        raise UserError("its config.json has no vision_config")
+    path = _find_module(whole, config, "it has no tower: what it makes of images goes into its text part at once")
     keeps = _fixed_spaces(config.model_type)
     return {"config": "vision_config", "auto": "AutoModel", "modules": {path: ""}, "keeps": keeps, "note": _OWN_IMAGES}
+
+
+def _find_module(whole: nn.Module, config: Any, otherwise: str) -> str:
+    """Return the path of the first model inside another that has a config of this type; UserError if there is none."""
+    models = ((path, each) for path, each in whole.named_modules() if path and isinstance(each, PreTrainedModel))
+    found: dict[str, Any] = {path: type(each) for path, each in models if type(each.config) is type(config)}
+    if not found:
+        raise UserError(otherwise)
+    first, *others = [path for path, kind in found.items() if kind is next(iter(found.values()))]
+    if others:
+        raise UserError(f"{first} and {others[0]} have one config, and would have to keep as many units")
+    return first
 
 
 def _fixed_spaces(model_type: str) -> dict[str, str]:

@@ -59,7 +59,7 @@ KEYS: dict[str, str] = {
     r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim|"
     r"adapter_(in|out|input)_(dim|size)|intra_bottleneck_size|true_hidden_size|embed_dim",
     "mlp": r"intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|(de|en)coder_ffn_dim|block_ff_dim|dff|dim_ff|"
-    r"d_inner|feed_forward_size",
+    r"d_inner|feed_forward_size|mlp_dim",
     "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size|dense_intermediate_size",
     "shared_mlp": r"(moe_)?shared_(experts?_)?intermediate_size|intermediate_size_mlp",
     "heads": r"num_attention_heads(_per_layer)?|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
@@ -182,7 +182,7 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
 def _listed(value: Any) -> Any:
     """Return values of a config as JSON has them: some classes' defaults are tuples."""
     if isinstance(value, dict):
-        return {key: _listed(own) for key, own in value.items()}
+        return {str(key): _listed(own) for key, own in value.items()}
     return [_listed(own) for own in value] if isinstance(value, list | tuple) else value
 
 
@@ -415,18 +415,23 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     if model.main_input_name == "input_features":  # of sounds: two frames make a token
         frames = (2, parsed.num_mel_bins, 2 * parsed.max_source_positions)
         batch = {"input_features": torch.randn(frames, generator=torch.Generator().manual_seed(1))}
-    images = (
-        None
-        if "input_ids" in signature(model.forward).parameters
-        else image_inputs(model.forward, parsed, IMAGES, (IMAGE, IMAGE))
-    )
-    batch = batch if images is None else images
+    batches = [batch]
+    if "input_ids" not in signature(model.forward).parameters:
+        batches = [*image_inputs(model.forward, parsed, IMAGES, (IMAGE, IMAGE))] or batches
     if getattr(parsed, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = tokens.flip(0, 1)
-    twin = Twin(model, small, parsed, batch, architecture, sizes)
-    if not bool(torch.isfinite(twin.outputs()).all()):
-        raise UserError("its outputs are not finite")
-    return twin
+        batches[0]["decoder_input_ids"] = tokens.flip(0, 1)
+    errors = list[Exception]()
+    for batch in batches:
+        twin = Twin(model, small, parsed, batch, architecture, sizes)
+        try:
+            outputs = twin.outputs()
+        except Exception as error:  # whatever a class runs into with images in another form than its own
+            errors.append(error)
+            continue
+        if not bool(torch.isfinite(outputs).all()):
+            raise UserError("its outputs are not finite")
+        return twin
+    raise errors[0]
 
 
 def make_model(parsed: Any, architecture: str) -> Any:

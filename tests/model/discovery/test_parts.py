@@ -30,6 +30,7 @@ def test_the_text_part_that_is_described_is_found(model_type):
         ("smolvlm", {"model.text_model": "model", "lm_head": "lm_head"}),
         ("llama4", {"language_model": ""}),
         ("modernvbert", {"model.text_model": ""}),  # its head is its own
+        ("paddleocr_vl", {"model.language_model": ""}),  # no Auto class loads it alone
     ],
 )
 def test_modules_of_a_text_part_are_found_by_their_classes(model_type, modules):
@@ -50,8 +51,12 @@ def test_what_has_no_tower_says_so():
     assert parts.refused == {"vision": "it has no tower: what it makes of images goes into its text part at once"}
 
 
-def test_models_without_a_text_part_of_their_own_are_refused():
-    with pytest.raises(UserError, match="has no model of text or images for config\\.json of type siglip2_text_model"):
-        found("siglip2")
+def test_what_has_two_towers_of_one_config_says_so():
+    assert found("video_llava").refused["vision"] == (
+        "model.video_tower and model.image_tower have one config, and would have to keep as many units"
+    )
+
+
+def test_a_model_of_one_part_is_refused():
     with pytest.raises(UserError, match="which a llama is not"):
         find_composite({"model_type": "llama"})
