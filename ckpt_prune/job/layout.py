@@ -113,7 +113,8 @@ def check_beside(model: Model, config: Mapping[str, Any]) -> None:
             key, others = family.width_key(shared[0]), name.partition(".block")[0]
             raise UserError(
                 f"{key} of {family.model_type} states the width of all stacks of blocks, and the {others} has another "
-                f"than the {within.part} would have: leave out --part, and all are pruned to one width"
+                f"than the {within.part} would have: prune without --part takes all to one width, a plan is of "
+                "one stack"
             )
 
 

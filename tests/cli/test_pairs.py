@@ -517,7 +517,7 @@ def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
     assert (alone.exit_code, Path("out").exists()) == (2, False)
     assert alone.stderr.splitlines()[-1] == (
         "Error: num_heads of t5 states the width of all stacks of blocks, and the encoder has another than the decoder "
-        "would have: leave out --part, and all are pruned to one width"
+        "would have: prune without --part takes all to one width, a plan is of one stack"
     )
     found = run("prune", "t5", "--recipe", "best-uniform", *DATA, "-o", "out")
     assert found.exit_code == 2
