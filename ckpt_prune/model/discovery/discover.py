@@ -23,7 +23,7 @@ from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
 from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of, said
-from ckpt_prune.model.discovery.parts import find_class
+from ckpt_prune.model.discovery.parts import find_class, refuse_nested
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.switches import WidthSwitchError
 from ckpt_prune.model.discovery.twin import CHUNK, FIRST, OTHER, Twin, build_twin, small_configs
@@ -155,6 +155,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
             f"{f' ({hint})' if hint else ''}; a newer transformers may have it"
         )
     declared = [name.removeprefix("Pruned") for name in config.get("architectures") or []]
+    refuse_nested(config)
     auto, stock = find_class(model_type, _AUTO, declared)
     return stock, auto
 

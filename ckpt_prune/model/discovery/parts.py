@@ -1,6 +1,6 @@
 """Finds text part and tower of a model that is made of several, in its stock class, and stages of a model of images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,7 @@ _MAPPINGS = {
 }
 _BARE = ("AutoModel", "AutoModelForTextEncoding")
 """Classes without a head."""
+_WITH_HEAD = [auto for auto in _MAPPINGS if auto not in _BARE]
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 _IMAGES = ("AutoModelForImageClassification", "AutoModel")
 _STAGE = "it is calibrated on images, which all stages read"
@@ -45,9 +46,10 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         }
         parts = {name: stage | {"stack": name} for name, stage in stages.items()}
         return {"model_type": model_type, "architecture": architecture, "auto": whole_auto, "parts": parts}
+    refuse_nested(values)
     if not isinstance(values.get("text_config"), dict):
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
-    whole_auto, architecture = find_class(model_type, [auto for auto in _MAPPINGS if auto not in _BARE])
+    whole_auto, architecture = find_class(model_type, _WITH_HEAD)
     config = parse_config(values)
     models: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -71,6 +73,20 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         "parts": models,
         "refused": refused,
     }
+
+
+def refuse_nested(values: Mapping[str, Any]) -> None:
+    """Refuse a config with a part that is made of several itself, and has a type of its own (Qwen-Omni's thinker)."""
+    model_type = values.get("model_type")
+    for key, inner in values.items():
+        kind = str(inner.get("model_type")) if isinstance(inner, dict) and "text_config" in inner else ""
+        if kind.startswith(f"{model_type}_"):
+            _, own = find_class(kind, _WITH_HEAD)
+            raise UserError(
+                f"the model of a {model_type} that reads text and images stands in its {key}: save that alone, by "
+                f"transformers.{own}.from_pretrained(MODEL).save_pretrained(OUT), beside it the tokenizer and "
+                "processor, and prune OUT"
+            )
 
 
 def _find_text(whole: nn.Module, config: Any) -> dict[str, Any]:

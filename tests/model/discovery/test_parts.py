@@ -7,6 +7,7 @@ from transformers import CONFIG_MAPPING
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.composites import Composite, shipped_composite
+from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.discovery.parts import find_composite
 
 
@@ -54,6 +55,18 @@ def test_what_has_no_tower_says_so():
 def test_what_has_two_towers_of_one_config_says_so():
     assert found("video_llava").refused["vision"] == (
         "model.video_tower and model.image_tower have one config, and would have to keep as many units"
+    )
+
+
+@pytest.mark.parametrize("find", [find_composite, discover])
+def test_a_whole_inside_another_is_named(find):
+    inner = {"model_type": "qwen2_5_omni_thinker", "text_config": {}}
+    with pytest.raises(UserError) as refused:
+        find({"model_type": "qwen2_5_omni", "thinker_config": inner})
+    assert str(refused.value) == (
+        "the model of a qwen2_5_omni that reads text and images stands in its thinker_config: save that alone, by "
+        "transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(MODEL).save_pretrained(OUT), beside "
+        "it the tokenizer and processor, and prune OUT"
     )
 
 
