@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnxscript import opset18
 from onnxscript.rewriter._basics import MatchResult
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch._dynamo import config as dynamo_config
@@ -272,7 +273,11 @@ def _faster() -> Iterator[None]:
         return find(path, missing_ok)
 
     def read_once(**options: Any) -> ONNXRegistry:
-        known = _OPERATORS[repr(options)] = _OPERATORS.get(repr(options)) or read(**options)
+        if repr(options) not in _OPERATORS:
+            _OPERATORS[repr(options)] = read(**options)
+            # Llama 4 indexes its rotary angles with None, and torch has this operator for real numbers alone.
+            _OPERATORS[repr(options)].register_op(torch.ops.aten.unsqueeze.default, _unsqueeze_complex, is_complex=True)
+        known = _OPERATORS[repr(options)]
         copied = copy.copy(known)
         copied.functions = {name: list(functions) for name, functions in known.functions.items()}  # an export adds some
         return copied
@@ -290,6 +295,11 @@ def _faster() -> Iterator[None]:
         patch.object(exporter_utils, "import_dotted_path", find_imported, create=True),
     ):
         yield
+
+
+def _unsqueeze_complex(self: Any, dim: int) -> Any:
+    """Add an axis to complex numbers, which graphs hold as pairs on a last axis of their own."""
+    return opset18.Unsqueeze(self, opset18.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
 def _rename_ports(graph: onnx_ir.Graph, task: GraphTask) -> None:

@@ -9,7 +9,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.options.graphs import GraphSettings
 from tests.graphs import Exported
 from tests.pairs import choose_cases
@@ -121,6 +124,17 @@ def test_the_window_is_in_the_graph(graphs):
         changed.ids[0, 19 - back] = 3 if changed.ids[0, 19 - back] != 3 else 4
         other = graph(changed.feed(0, 20) | graph.no_past(1))["logits"]
         assert bool((other[0, 19] != logits[0, 19]).any()) is seen
+
+
+def test_rotary_angles_are_complex_numbers(tmp_path):
+    """Llama 4's, which gain an axis by an index of None: torch's exporter has that operator for real numbers alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
+    torch.manual_seed(0)
+    config = Llama4TextConfig(vocab_size=101, attention_chunk_size=64, pad_token_id=0, **sizes, **heads)
+    Llama4ForCausalLM(config).save_pretrained(tmp_path / "model")
+    GraphWriter(Checkpoint.open(tmp_path / "model"), tmp_path / "graph", GraphSettings()).write()
+    assert_decodes(Graph(tmp_path / "graph"), in_pytorch(tmp_path / "model"), EXACT)
 
 
 def test_layers_have_their_own_widths(graphs):

@@ -196,6 +196,7 @@ def test_operators_are_read_once_and_what_an_export_adds_is_its_own(monkeypatch)
         monkeypatch.setattr(ONNXRegistry, "_register", None)  # nothing is read again
         first, second = (ONNXRegistry().from_torchlib(opset_version=20) for _ in range(2))
     numbers = {name: len(functions) for name, functions in anew.functions.items()}
+    numbers["aten::unsqueeze"] += 1  # of complex numbers
     for registry in (first, second):
         assert (registry.opset_version, {n: len(each) for n, each in registry.functions.items()}) == (20, numbers)
         for functions in registry.functions.values():
