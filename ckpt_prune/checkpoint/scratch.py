@@ -45,6 +45,21 @@ def scratch_folder(*, keeps: str | None = None) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextmanager
+def hidden_folder(place: Path, name: str) -> Iterator[Path]:
+    """Make a folder in another, whose disk is to hold the data, and delete it at the end.
+
+    Args:
+        name: how its own starts, after a dot.
+    """
+    with disk_failures(place):
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=place))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _delete_abandoned(place: Path) -> None:
     """Delete this user's scratch folders that no process holds any more."""
     if os.name != "posix":  # nothing tells whether a folder is held

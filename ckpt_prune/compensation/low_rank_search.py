@@ -9,6 +9,7 @@ See compensation/README.md, section 8.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,15 +73,12 @@ def build_metric(
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     (root, left), (other, right) = (_roots(gram / scale, strength**0.5) for gram in (query_gram, key_gram))
 
-    def image(Z: Tensor) -> Tensor:
+    def image(product: Operator, Z: Tensor) -> Tensor:
         dense = left @ Z @ right
-        return left @ (operator(dense) + strength * dense) @ right
+        return left @ (product(dense) + strength * dense) @ right
 
-    def coarse_image(Z: Tensor) -> Tensor:
-        dense = left @ Z @ right
-        return left @ (coarse(dense.float()).double() + strength * dense) @ right
-
-    return LogitMetric(image, coarse_image, root @ other, left, right)
+    in_single = partial(image, lambda dense: coarse(dense.float()).double())
+    return LogitMetric(partial(image, operator), in_single, root @ other, left, right)
 
 
 def _roots(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.recipe.recipe import AnyStage, Recipe
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,12 @@ class Prepared:
         it is the one that was given: what is left to do says nothing of them.
         """
         return self.start or self
+
+    def stage(self, kind: type[AnyStage]) -> AnyStage:
+        """Return the recipe's stage of a kind, which it has."""
+        stage = self.recipe.get(kind)
+        assert stage is not None
+        return stage
 
     def facts(self, kind: type[Fact]) -> Fact | None:
         """Return what a stage has found, by the class that holds it; None if it has not run."""

@@ -174,19 +174,7 @@ def _compare_cosine(
     ours: PreTrainedModel, reference: GraphReference, samples: Samples, of: str, allowance: Allowance
 ) -> Metric:
     features = compare_features(ours, cast(PreTrainedModel, reference.module), samples)
-    if allowance.max_loss is None:
-        difference, most = math.sqrt(features.relative_error), allowance.tolerance
-    else:
-        difference, most = 1 - features.cosine, allowance.max_loss
-    return Metric(
-        name="cosine",
-        onnxruntime=features.cosine,
-        pytorch=None,
-        of=of,
-        difference=difference,
-        tolerance=most,
-        passed=difference <= most,
-    )
+    return _cosine(features.cosine, 1 - features.cosine, math.sqrt(features.relative_error), of, allowance)
 
 
 def _compare_embeddings(
@@ -203,17 +191,19 @@ def _compare_embeddings(
         return str(error)
     lost = max(0.0, 1 - cosine)
     # Of vectors of one length, the relative error is the root of twice what the cosine loses.
-    difference, most = math.sqrt(2 * lost), allowance.tolerance
-    if allowance.max_loss is not None:
-        difference, most = lost, allowance.max_loss
+    return _cosine(cosine, lost, math.sqrt(2 * lost), f"embeddings of {plural(len(texts), 'text')}", allowance)
+
+
+def _cosine(cosine: float, lost: float, error: float, of: str, allowance: Allowance) -> Metric:
+    """Return the metric of vectors. Those of a graph that is rounded may lose of the cosine; others are held to it all.
+
+    Args:
+        error: of the vectors, relative.
+    """
+    difference, most = (error, allowance.tolerance) if allowance.max_loss is None else (lost, allowance.max_loss)
+    passed = difference <= most
     return Metric(
-        name="cosine",
-        onnxruntime=cosine,
-        pytorch=None,
-        of=f"embeddings of {plural(len(texts), 'text')}",
-        difference=difference,
-        tolerance=most,
-        passed=difference <= most,
+        name="cosine", onnxruntime=cosine, pytorch=None, of=of, difference=difference, tolerance=most, passed=passed
     )
 
 

@@ -1,14 +1,12 @@
 """`prune --target-bytes … --for llama.cpp`: the size is that of a GGUF file, for which types and columns are chosen."""
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import check_output, disk_failures
+from ckpt_prune.checkpoint.scratch import hidden_folder
+from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
@@ -58,9 +56,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=options.text
     )
     samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
-    with disk_failures(options.output):
-        folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
-    try:
+    with hidden_folder(options.output.absolute().parent, options.output.name) as folder:
         narrower = will_prune_columns(model, limit, None)
         budgets = FileBudgets(model, samples, options, folder, Journal(folder, "file"), narrower, planner=planner)
         try:
@@ -69,8 +65,6 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
             raise UserError(f"--target-bytes: no types make a file of {decimal_bytes(limit)}: ask for more") from error
         columns, score = [*choice.columns.values()], budgets.columns.score if choice.columns else "obs"
         kept = budgets.vocabularies.kept_rows(choice.rows)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     recipe: dict[str, Any] = recipe_of(columns, kept, score, export_of(choice.chosen, choice.others))
     say(f"chosen for {decimal_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
     written = FullRecipe.model_validate(recipe)

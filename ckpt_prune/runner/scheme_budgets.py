@@ -4,17 +4,14 @@
 one of all columns and tokens.
 """
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.checkpoint.scratch import hidden_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
@@ -162,14 +159,12 @@ def choose_for_bytes(options: QuantizeOptions, model: Model, samples: Samples, s
     """Measure a model and return the recipe of `quantize` for a size."""
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
     check_reach(limit, model)
-    with disk_failures(options.output):
-        folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
-    try:
-        choice = SchemeBudgets(model, samples, options, folder, Journal(folder, "schemes")).fitted.at_bytes(limit)
-    except BudgetError as error:
-        raise UserError(f"--target-bytes: nothing has {decimal_bytes(limit)}: ask for more") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with hidden_folder(options.output.absolute().parent, options.output.name) as folder:
+        budgets = SchemeBudgets(model, samples, options, folder, Journal(folder, "schemes"))
+        try:
+            choice = budgets.fitted.at_bytes(limit)
+        except BudgetError as error:
+            raise UserError(f"--target-bytes: nothing has {decimal_bytes(limit)}: ask for more") from error
     ways = ", ".join(f"{count} in {way}" for way, count in choice.counts.items())
     say(f"chosen for {decimal_bytes(choice.bytes)}: {ways}; predicted divergence (KL) {choice.kl:.3f}")
     return recipe_of(model, choice)

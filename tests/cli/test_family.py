@@ -1,8 +1,6 @@
 """A family that the package has no description of: it is found, outputs carry it, and --family takes it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -80,17 +78,6 @@ def test_it_is_pruned_as_if_it_were_described(arcee, recipe):
     ok("calibrate", "arcee", *TEXT, "-o", "measured")
     ok(*prune, "--family", "arcee.json", "--evaluate-samples", "0", "-o", "given")
     assert Path("given/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
-
-
-def test_shipped_families_pay_nothing(place):
-    """No command on a described model imports discovery."""
-    script = (
-        "import sys\nfrom ckpt_prune.cli.main import main\n"
-        "main(['prune', 'dense', '--recipe', 'magnitude', '--ratio', '0.5', '-o', 'out'], standalone_mode=False)\n"
-        "assert not [name for name in sys.modules if 'discovery' in name]\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_outputs_carry_the_description(arcee):

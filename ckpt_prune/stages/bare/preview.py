@@ -19,13 +19,6 @@ from ckpt_prune.stages.bare.keys import Bare
 from ckpt_prune.stages.bare.records import BareBlock, BareRecord
 
 
-def bare_of(prepared: Prepared) -> Bare:
-    """Return the recipe's stage `bare`."""
-    bare = prepared.recipe.get(Bare)
-    assert bare is not None
-    return bare
-
-
 def mlp_of(model: Model) -> SpaceName:
     """Return the space of a block's MLP."""
     return next(iter(model.family.part_spaces("mlp")))
@@ -58,7 +51,7 @@ def plan_savings(prepared: Prepared) -> tuple[int, list[int]]:
 
     UserError if the model has too few blocks, or nothing is to be saved.
     """
-    model, recipe, bare = prepared.model, prepared.recipe, bare_of(prepared)
+    model, recipe, bare = prepared.model, prepared.recipe, prepared.stage(Bare)
     flops, space = cost_of(model).flops, mlp_of(model)
     saved = round(flops * recipe.ratio) if recipe.size is None else flops - recipe.size.of(flops)
     if saved < 1:
@@ -92,7 +85,7 @@ def check_bare(prepared: Prepared) -> None:
         )
     if len(family.part_spaces("mlp")) != 1 or len(model.spaced_blocks) != model.blocks:
         raise UserError(f"recipe {name} wants one MLP in every block")
-    blocks = bare_of(prepared).blocks or []
+    blocks = prepared.stage(Bare).blocks or []
     if beyond := [block for block in blocks if block >= model.blocks]:
         raise UserError(f"recipe {name} names block {beyond[0]}: the model has blocks 0 to {model.blocks - 1}")
     plan_savings(prepared)
@@ -132,7 +125,7 @@ def best_columns(model: Model, tensors: Mapping[str, Tensor], block: int, count:
 
 def lay_out(prepared: Prepared) -> Prepared:
     """Return the state with the first blocks replaced, which stand for those that are found."""
-    bare, (saved, kept) = bare_of(prepared), plan_savings(prepared)
+    bare, (saved, kept) = prepared.stage(Bare), plan_savings(prepared)
     order = bare.blocks or range(len(kept))
     replaced = [BareBlock(block=block, columns=list(range(count))) for block, count in zip(order, kept, strict=True)]
     return replace(at_bare(prepared, record_of(prepared, saved, replaced)), foreseen=bare.blocks is None)

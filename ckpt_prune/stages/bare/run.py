@@ -12,7 +12,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.bare.keys import Bare
 from ckpt_prune.stages.bare.mimic import Mimicry, tensors_of
-from ckpt_prune.stages.bare.preview import at_bare, bare_of, best_columns, plan_savings, record_of
+from ckpt_prune.stages.bare.preview import at_bare, best_columns, plan_savings, record_of
 from ckpt_prune.stages.bare.records import BareBlock, BareRecord, count_trained
 
 _FILE = "bare.safetensors"
@@ -27,7 +27,7 @@ def replace_blocks(prepared: Prepared, run: Run) -> Prepared:
     def make() -> BareRecord:
         with run.timer.time("mimicry"):
             live = prepared.live_samples
-            mimicry = Mimicry(prepared.model, bare_of(prepared), live.samples, prepared.device)
+            mimicry = Mimicry(prepared.model, prepared.stage(Bare), live.samples, prepared.device)
             record = _replace_all(prepared, mimicry)
         dtypes = {name: info.dtype for name, info in prepared.model.checkpoint.tensors.items()}
         with disk_failures(folder):
@@ -45,7 +45,7 @@ def replace_blocks(prepared: Prepared, run: Run) -> Prepared:
 
 
 def _replace_all(prepared: Prepared, mimicry: Mimicry) -> BareRecord:
-    model, bare, (saved, kept) = prepared.model, bare_of(prepared), plan_savings(prepared)
+    model, bare, (saved, kept) = prepared.model, prepared.stage(Bare), plan_savings(prepared)
     tried: list[float] = []
     if bare.blocks is None:
         tried = _try_each(prepared, mimicry, kept[0])
@@ -68,7 +68,7 @@ def _replace_all(prepared: Prepared, mimicry: Mimicry) -> BareRecord:
 
 def _try_each(prepared: Prepared, mimicry: Mimicry, count: int) -> list[float]:
     """Return the divergence of the model's output with each block alone replaced, and trained."""
-    model, bare, tried = prepared.model, bare_of(prepared), list[float]()
+    model, bare, tried = prepared.model, prepared.stage(Bare), list[float]()
     epochs = bare.trial_epochs or bare.epochs
     with meter(model.blocks * epochs, "trying each block", unit="epoch") as progress:
         for block in range(model.blocks):

@@ -23,7 +23,8 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.depth import check_shortened, output_tensors
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
-from ckpt_prune.stages.depth.preview import Wanted, at_depth, depth_of, depth_record, wanted_depth
+from ckpt_prune.stages.depth.keys import Depth
+from ckpt_prune.stages.depth.preview import Wanted, at_depth, depth_record, wanted_depth
 from ckpt_prune.stages.depth.runs import least_blocks, least_runs
 from ckpt_prune.stages.spaces.effects.measured import label_draws
 
@@ -188,7 +189,7 @@ def drop_planned_blocks(prepared: Prepared) -> Prepared:
 
 def _choose_blocks(prepared: Prepared, journal: Journal | None) -> tuple[list[int], Distances | None]:
     """Return the blocks that go, ascending, and the distances of all runs that they were chosen by."""
-    depth, wanted = depth_of(prepared), wanted_depth(prepared)
+    depth, wanted = prepared.stage(Depth), wanted_depth(prepared)
     if depth.choice is None or not wanted.count:
         return list(wanted.allowed[: wanted.count]), None
     if depth.choice == "loss":
@@ -225,7 +226,7 @@ def _choose_by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None)
             device=prepared.device,
             compute_dtype=live.compute_dtype,
             allocate=live.allocate,
-            part=depth_of(prepared).part,
+            part=prepared.stage(Depth).part,
         )
         gone.append(min(losses, key=lambda block: (losses[block], block)))
         if journal is not None:
@@ -236,7 +237,7 @@ def _choose_by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None)
 
 def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distances]:
     """Choose the blocks whose part does least, each by itself."""
-    live, depth = prepared.live_samples, depth_of(prepared)
+    live, depth = prepared.live_samples, prepared.stage(Depth)
     gradients = depth.choice == "divergence"
     measured = measure_part_distances(
         prepared.model,

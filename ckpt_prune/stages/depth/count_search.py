@@ -7,8 +7,9 @@ from ckpt_prune.job.prepared import RankedSites, RankedUnits
 from ckpt_prune.job.records import DepthRecord, TriedDepth
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages.depth.choice import choose_depth
+from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.depth.maps import compensate, remaining_model
-from ckpt_prune.stages.depth.preview import at_depth, depth_of, wanted_depth
+from ckpt_prune.stages.depth.preview import at_depth, wanted_depth
 from ckpt_prune.stages.shared.count_search import CountSearch, Trial
 
 
@@ -40,7 +41,7 @@ class BlockCountSearch(CountSearch):
         return Trial(short, record.kept, f"without {record.blocks - model.blocks} blocks", predicted)
 
     def _choose_blocks(self, count: int) -> DepthRecord:
-        recipe, depth = self.prepared.recipe, depth_of(self.prepared)
+        recipe, depth = self.prepared.recipe, self.prepared.stage(Depth)
         fixed = depth.model_copy(update={"drop": count} if count else {"drop": None, "blocks": []})
         fixed_recipe = recipe.model_copy(update={"depth": fixed})
         return choose_depth(replace(self.prepared, recipe=fixed_recipe, statistics=self.statistics))

@@ -24,7 +24,8 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.depth import output_tensors
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Kind, SpaceName
-from ckpt_prune.stages.depth.preview import depth_of, find_map_spaces, without
+from ckpt_prune.stages.depth.keys import Depth
+from ckpt_prune.stages.depth.preview import find_map_spaces, without
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _Waiting:
 
 def compensate(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRecord:
     """Fit maps for the blocks that go, write the tensors that change to a file, and return the record."""
-    depth, gaps = depth_of(prepared), record.gaps
+    depth, gaps = prepared.stage(Depth), record.gaps
     maps: dict[str, Tensor] = {}
     if depth.part != "block":
         maps = {} if record.left_out else _zeros(prepared.model, record)
@@ -119,7 +120,7 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
 
 def _fit_map(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
     """Fit the map of the gap that the stream has just passed; return it and the tensors that absorb it."""
-    model, settings = prepared.model, depth_of(prepared).compensation
+    model, settings = prepared.model, prepared.stage(Depth).compensation
     spaces = find_map_spaces(model.family)
     folds = observe_gap(stream, waiting.block, waiting.tensors, spaces, waiting.entering, stream.states)
     names, bias = _consumers(model, waiting.block), _consumers(model, waiting.block, "bias")[0]

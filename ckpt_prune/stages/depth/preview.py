@@ -40,13 +40,6 @@ class Wanted:
     allowed: list[int]
 
 
-def depth_of(prepared: Prepared) -> Depth:
-    """Return the recipe's stage `depth`."""
-    depth = prepared.recipe.get(Depth)
-    assert depth is not None
-    return depth
-
-
 def _left_to_do(recipe: Recipe) -> Recipe:
     """Return the recipe without this stage. A size stays if spaces or the residual stream have to meet it."""
     others = bool(recipe.spaces) or recipe.has("hidden")
@@ -55,7 +48,7 @@ def _left_to_do(recipe: Recipe) -> Recipe:
 
 def wanted_depth(prepared: Prepared) -> Wanted:
     """Find how many blocks are to go, and among which."""
-    model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
+    model, recipe, depth = prepared.model, prepared.recipe, prepared.stage(Depth)
     blocks, name = model.blocks, recipe.name
     if depth.blocks is not None:
         beyond = [block for block in depth.blocks if block >= blocks]
@@ -97,12 +90,12 @@ def _check_some_stay(name: str, count: int, blocks: int) -> None:
 def allowed_blocks(prepared: Prepared) -> list[int]:
     """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
     model, recipe = prepared.model, prepared.recipe
-    blocks = list(recipe.blocks(model.blocks))
-    if depth_of(prepared).part != "block":
-        targets = [read_target(text) for text in recipe.runs_on or []] if depth_of(prepared).leaves_out(recipe) else []
+    blocks, depth = list(recipe.blocks(model.blocks)), prepared.stage(Depth)
+    if depth.part != "block":
+        targets = [read_target(text) for text in recipe.runs_on or []] if depth.leaves_out(recipe) else []
         first_stays = any("first attention" not in target.runtime.changes for target in targets)
         return [block for block in blocks if block or not first_stays]
-    first_stays = depth_of(prepared).compensation.linear or not can_shorten(model, range(1, model.blocks))
+    first_stays = depth.compensation.linear or not can_shorten(model, range(1, model.blocks))
     return [block for block in blocks if block or not first_stays]
 
 
@@ -142,7 +135,7 @@ def without(model: Model, record: DepthRecord) -> Model:
 
 def check_depth(prepared: Prepared) -> None:
     """Refuse blocks that cannot be dropped, before anything is measured."""
-    model, recipe, depth = prepared.model, prepared.recipe, depth_of(prepared)
+    model, recipe, depth = prepared.model, prepared.recipe, prepared.stage(Depth)
     family = model.family
     data = DATA_OPTIONS[family.modality]
     if prepared.statistics is not None and depth.choice == "loss":
@@ -200,28 +193,27 @@ def check_depth(prepared: Prepared) -> None:
         check_shortened(model, [block for block in range(model.blocks) if block not in wanted_blocks.allowed])
 
 
+def keeps_own_blocks(depth: DepthRecord, model: Model) -> bool:
+    """Return whether the blocks that a record keeps are some of the model's, in order."""
+    kept = depth.kept
+    return depth.blocks == model.blocks and bool(kept) and kept == sorted(set(kept)) and kept[-1] < model.blocks
+
+
 def _check_planned(model: Model, plan: Plan) -> None:
     """Refuse a plan whose blocks are not the model's."""
     depth = plan.depth
-    kept = [] if depth is None else depth.kept
-    if (
-        depth is None
-        or depth.blocks != model.blocks
-        or not kept
-        or kept != sorted(set(kept))
-        or kept[-1] >= model.blocks
-    ):
+    if depth is None or not keeps_own_blocks(depth, model):
         raise UserError(
             f"the plan keeps blocks that are not among the model's {plural(model.blocks, 'block')}: plan again "
             "instead of editing it"
         )
-    gone = [block for block in range(model.blocks) if block not in set(kept)]
+    gone = [block for block in range(model.blocks) if block not in set(depth.kept)]
     if [(gap.first, gap.blocks) for gap in depth.gaps] != [
         (gap.first, gap.blocks) for gap in gaps_of(gone, depth.part)
     ]:
         raise UserError("the plan's gaps are not the blocks that it drops: plan again instead of editing it")
     if depth.part == "block":
-        check_shortened(model, kept)
+        check_shortened(model, depth.kept)
 
 
 def gaps_of(gone: Sequence[int], part: str = "block") -> list[GapRecord]:
@@ -250,7 +242,7 @@ def drop_any_blocks(prepared: Prepared) -> Prepared:
     """
     if prepared.plan is not None and prepared.plan.depth is not None:
         return at_depth(prepared, prepared.plan.depth)
-    depth, count = depth_of(prepared), wanted_depth(prepared).count
+    depth, count = prepared.stage(Depth), wanted_depth(prepared).count
     if depth.auto:
         count = fewest_reachable(count, lambda gone: last_blocks(prepared, gone))
     shortened = last_blocks(prepared, count)
@@ -259,7 +251,7 @@ def drop_any_blocks(prepared: Prepared) -> Prepared:
 
 def depth_record(prepared: Prepared, gone: Sequence[int]) -> DepthRecord:
     """Return the record of blocks that go, without figures."""
-    depth, blocks = depth_of(prepared), prepared.model.blocks
+    depth, blocks = prepared.stage(Depth), prepared.model.blocks
     return DepthRecord(
         blocks=blocks,
         kept=[block for block in range(blocks) if block not in set(gone)],
@@ -280,7 +272,7 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
         prepared,
         start=prepared.whole,
         model=without(prepared.model, record) if model is None else model,
-        recipe=_left_to_do(at_own_size(prepared).recipe if depth_of(prepared).auto else prepared.recipe),
+        recipe=_left_to_do(at_own_size(prepared).recipe if prepared.stage(Depth).auto else prepared.recipe),
         statistics=None,
         plan=None,
     ).knowing(record)
@@ -289,7 +281,7 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
 def check_samples(prepared: Prepared) -> None:
     """Refuse maps, or numbers of blocks to compare, without samples to run the model on."""
     is_measured = prepared.statistics is not None or prepared.plan is not None
-    depth = depth_of(prepared)
+    depth = prepared.stage(Depth)
     if depth.runs_model and is_measured and prepared.live is None:
         data = DATA_OPTIONS[prepared.model.family.modality]
         what = "compares numbers of blocks by running" if depth.auto else "fits maps on"

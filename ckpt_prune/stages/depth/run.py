@@ -8,8 +8,9 @@ from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.depth.choice import choose_depth
 from ckpt_prune.stages.depth.count_search import BlockCountSearch, ranked_at
+from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.depth.maps import compensate, remaining_model
-from ckpt_prune.stages.depth.preview import at_depth, depth_of
+from ckpt_prune.stages.depth.preview import at_depth
 from ckpt_prune.stages.shared.count_search import measure_unpruned
 
 DEPTH = "depth"
@@ -23,7 +24,7 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     search = None
-    if depth_of(prepared).auto:
+    if prepared.stage(Depth).auto:
         statistics = measure_unpruned(prepared, run)
         with run.timer.time("ranking"):
             search = BlockCountSearch(prepared, statistics, run)

@@ -12,7 +12,7 @@ from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.model.depth import output_tensors
 from ckpt_prune.model.descriptions import family_for_config
 from ckpt_prune.model.model import Model
-from ckpt_prune.stages.depth.preview import without
+from ckpt_prune.stages.depth.preview import keeps_own_blocks, without
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.shared.equality import find_difference
 
@@ -23,8 +23,7 @@ def shape_source(dense: Checkpoint, report: Report) -> Checkpoint:
     if depth is None:
         return dense
     model = Model.of(dense)
-    kept = depth.kept
-    if depth.blocks != model.blocks or not kept or kept != sorted(set(kept)) or kept[-1] >= model.blocks:
+    if not keeps_own_blocks(depth, model):
         raise UserError(f"{REPORT} keeps blocks that the dense model has not")
     return without(model, depth).checkpoint
 

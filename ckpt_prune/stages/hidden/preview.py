@@ -30,13 +30,6 @@ from ckpt_prune.stages.spaces.size_search import (
 )
 
 
-def hidden_of(prepared: Prepared) -> Hidden:
-    """Return the recipe's stage `hidden`."""
-    hidden = prepared.recipe.get(Hidden)
-    assert hidden is not None
-    return hidden
-
-
 def _left_to_do(recipe: Recipe) -> Recipe:
     """Return the recipe without this stage. A size stays if spaces have to meet it."""
     remaining = recipe.without_stages(Hidden.key)
@@ -45,7 +38,7 @@ def _left_to_do(recipe: Recipe) -> Recipe:
 
 def wanted_width(prepared: Prepared) -> int:
     """Return how many dimensions of the stream are to stay; all if that is still to be measured."""
-    model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
+    model, recipe, hidden = prepared.model, prepared.recipe, prepared.stage(Hidden)
     width, step = model.dimension("hidden"), hidden.multiple_of
     least = least_width(prepared)
     if hidden.drop == "auto":
@@ -70,7 +63,7 @@ def possible_widths(prepared: Prepared) -> list[int]:
 
     The last one meets the size by itself, or is the least that a model can have.
     """
-    width, step, least = prepared.model.dimension("hidden"), hidden_of(prepared).multiple_of, least_width(prepared)
+    width, step, least = prepared.model.dimension("hidden"), prepared.stage(Hidden).multiple_of, least_width(prepared)
     try:
         last = _width_for_size(prepared, least)
     except UserError:
@@ -80,8 +73,8 @@ def possible_widths(prepared: Prepared) -> list[int]:
 
 def least_width(prepared: Prepared) -> int:
     """Return the fewest dimensions that a model can have."""
-    step = hidden_of(prepared).multiple_of
-    least = 2 if hidden_of(prepared).kind == "shared" and _is_centred(prepared.model) else 1
+    step = prepared.stage(Hidden).multiple_of
+    least = 2 if prepared.stage(Hidden).kind == "shared" and _is_centred(prepared.model) else 1
     return -(-least // step) * step
 
 
@@ -91,7 +84,7 @@ def _is_centred(model: Model) -> bool:
 
 def _width_for_size(prepared: Prepared, least: int) -> int:
     """Return the most dimensions with which a model is within the recipe's size."""
-    model, size, step = prepared.model, prepared.recipe.size, hidden_of(prepared).multiple_of
+    model, size, step = prepared.model, prepared.recipe.size, prepared.stage(Hidden).multiple_of
     assert size is not None
     dense, width = dense_size(prepared, size.kind), model.dimension("hidden")
     limit = limit_of(prepared)
@@ -120,7 +113,7 @@ def _cost(prepared: Prepared, kept: int) -> Cost:
 
 def check_hidden(prepared: Prepared) -> None:
     """Refuse a residual stream that cannot be sliced, before anything is measured."""
-    model, recipe, hidden = prepared.model, prepared.recipe, hidden_of(prepared)
+    model, recipe, hidden = prepared.model, prepared.recipe, prepared.stage(Hidden)
     if model.checkpoint.within is not None:
         raise UserError(
             f"recipe {recipe.name} slices the residual stream, and what feeds that of --part "
@@ -149,7 +142,7 @@ def check_hidden(prepared: Prepared) -> None:
 def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
     """Refuse statistics from which the bases cannot be computed."""
     recipe = prepared.recipe
-    if not hidden_of(prepared).basis_from_statistics(recipe):
+    if not prepared.stage(Hidden).basis_from_statistics(recipe):
         data = DATA_OPTIONS[prepared.model.family.modality]
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
     lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
@@ -162,8 +155,8 @@ def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
 
 def _check_joint(prepared: Prepared) -> None:
     """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
-    at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    widths = possible_widths(at_size) if hidden_of(prepared).auto else [wanted_width(at_size)]
+    at_size = at_own_size(prepared) if prepared.stage(Hidden).auto else prepared
+    widths = possible_widths(at_size) if prepared.stage(Hidden).auto else [wanted_width(at_size)]
     if len(widths) > 1:
         _cost(at_size, widths[1])
     check_reachable(narrow_jointly(at_size, hidden_record(at_size, widths[-1])))
@@ -174,7 +167,7 @@ def narrow_unmeasured(prepared: Prepared) -> Prepared:
 
     If measuring also decides how many, all stay, or as few go as let spaces meet the size.
     """
-    if not hidden_of(prepared).auto:
+    if not prepared.stage(Hidden).auto:
         return slice_unmeasured(prepared)
     widths = possible_widths(at_own_size(prepared))
 
@@ -211,7 +204,7 @@ def narrow_jointly(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpo
     Args:
         view: the model in the basis that was measured; by default names and shapes alone.
     """
-    at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
+    at_size = at_own_size(prepared) if prepared.stage(Hidden).auto else prepared
     remaining = replace(prepared, start=prepared.whole, recipe=_left_to_do(at_size.recipe), statistics=None)
     narrowed = remaining.knowing(record)
     if record.kept == record.dimensions:
@@ -227,7 +220,7 @@ def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -
     Args:
         energy: of their signals that they keep, basis by basis.
     """
-    hidden, model = hidden_of(prepared), prepared.model
+    hidden, model = prepared.stage(Hidden), prepared.model
     width = model.dimension("hidden")
     as_it_is = kept == width and (prepared.recipe.size is not None or bool(prepared.recipe.spaces))
     tied = hidden.kind == "shared" and model.tied and not as_it_is
@@ -243,7 +236,7 @@ def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -
 
 def _is_untied(prepared: Prepared) -> bool:
     """Return whether a head that is the embedding gets a table of its own."""
-    hidden = hidden_of(prepared)
+    hidden = prepared.stage(Hidden)
     return hidden.tied == "untie" or (hidden.tied is None and _is_centred(prepared.model))
 
 
@@ -253,8 +246,8 @@ def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
     Args:
         prepared: the whole one, of a recipe with one basis for all blocks.
     """
-    check_sliceable(prepared.model, hidden_of(prepared).kind)
-    step = hidden_of(prepared).multiple_of
+    check_sliceable(prepared.model, prepared.stage(Hidden).kind)
+    step = prepared.stage(Hidden).multiple_of
     kept = max(least_width(prepared), prepared.model.dimension("hidden") // 2 // step * step)
 
     return kept, lambda model: narrow_model(view_of(replace(prepared, model=model), kept))[0]
@@ -262,7 +255,7 @@ def half_stream(prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
 
 def view_of(prepared: Prepared, kept: int, bases: Bases = not_measured) -> SlicedCheckpoint:
     """Return the model in bases of so many dimensions."""
-    model, hidden = prepared.model, hidden_of(prepared)
+    model, hidden = prepared.model, prepared.stage(Hidden)
     view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=_is_untied(prepared), device=prepared.device)
     if not view.shared:
         return view

@@ -16,8 +16,8 @@ from ckpt_prune.job.prepared import Prepared, RankedSites
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.hidden.bases import principal_directions
 from ckpt_prune.stages.hidden.count_search import DimensionCountSearch
+from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.preview import (
-    hidden_of,
     hidden_record,
     narrow_jointly,
     slice_stream,
@@ -84,7 +84,7 @@ def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     search = None
-    if hidden_of(prepared).auto:
+    if prepared.stage(Hidden).auto:
         statistics = measure_unpruned(prepared, run)
         with timer.time("ranking"):
             search = DimensionCountSearch(prepared, statistics, run)

@@ -7,7 +7,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.model.sublayers import list_sublayers
 from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, principal_directions
-from ckpt_prune.stages.hidden.preview import hidden_of
+from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint, tied_basis
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
@@ -16,7 +16,8 @@ from ckpt_prune.stages.rotation.moments import stream_gram
 def open_sliced_stream(prepared: Prepared) -> SlicedStream:
     model, stream = prepared.model, prepared.live_stream(prepared.plain_view)
     centred = residual_of(model.family).norm == "layer"
-    return SlicedStream(stream, list_sublayers(model), normed=hidden_of(prepared).signal == "normed", centred=centred)
+    normed = prepared.stage(Hidden).signal == "normed"
+    return SlicedStream(stream, list_sublayers(model), normed=normed, centred=centred)
 
 
 def shared_gram(prepared: Prepared) -> Tensor:

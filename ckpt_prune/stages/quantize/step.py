@@ -154,8 +154,7 @@ def describe_weights(stage: Quantize, prepared: Prepared, records: Sequence[Any]
 
 def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> QuantizationRecord:
     checkpoint, live, statistics = prepared.model.checkpoint, prepared.live, prepared.statistics
-    stage = prepared.recipe.get(QuantizeAlone)
-    assert stage is not None
+    stage = prepared.stage(QuantizeAlone)
     report, used = find_report(checkpoint.path), versions()
     # Of the files: the config of a class that nobody describes also holds what was found of it.
     fingerprint = Checkpoint.open(checkpoint.path).fingerprint

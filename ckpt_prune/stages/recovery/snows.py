@@ -44,8 +44,8 @@ class WatchedOperations:
         self._outputs: dict[str, Tensor] = {}
         for path in (path for group in paths[first:] for path in group):
             module = block.get_submodule(path)
-            module.register_forward_pre_hook(self._keep_input(path))
-            module.register_forward_hook(self._keep_output(path))
+            module.register_forward_pre_hook(lambda _, inputs, path=path: self._inputs.update({path: inputs[0]}))
+            module.register_forward_hook(lambda _, __, output, path=path: self._outputs.update({path: output}))
 
     def take(self, output: Tensor) -> list[Tensor]:
         """Return what the operations have made in the last run of the block, which returned `output`."""
@@ -57,18 +57,6 @@ class WatchedOperations:
         outputs.append(output)
         self._inputs, self._outputs = {}, {}
         return outputs[: self._count]
-
-    def _keep_input(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._inputs[path] = inputs[0]
-
-        return keep
-
-    def _keep_output(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def keep(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._outputs[path] = output
-
-        return keep
 
 
 class OperationsError:

@@ -1,7 +1,5 @@
 """Learn a model's rotations, block by block, and keep them in a file of the output."""
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.disk_space import check_free_space
+from ckpt_prune.checkpoint.scratch import hidden_folder
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writer import CheckpointWriter
@@ -253,11 +252,8 @@ class Learner:
             scratch.mkdir(exist_ok=True)
             if not keep:
                 check_free_space(scratch, 4 * inputs)
-            folder = Path(tempfile.mkdtemp(prefix=".ckpt-prune-rotation-", dir=scratch))
-        try:
+        with hidden_folder(scratch, "ckpt-prune-rotation") as folder:
             yield _Terms(self, folder, keep)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     # ---- terms ------------------------------------------------------------------------------------------------
 

@@ -83,9 +83,7 @@ def rotations_in_turn(prepared: Prepared) -> "InTurn | None":
 def learner_of(prepared: Prepared) -> Learner:
     """Return what learns the recipe's rotations, at the first block."""
     recipe = prepared.recipe
-    rotation, mask = recipe.get(Rotation), recipe.get(Mask)
-    assert rotation is not None
-    assert mask is not None
+    rotation, mask = prepared.stage(Rotation), prepared.stage(Mask)
     needs_moments = rotation.needs_moments(recipe)
 
     def source(learner: Learner) -> MomentSource:

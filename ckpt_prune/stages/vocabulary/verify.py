@@ -34,11 +34,10 @@ def _smaller(dense: Checkpoint, record: VocabularyRecord) -> Checkpoint:
 
 def checks_against(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> list[Check]:
     """Compare the two tokenizers: special tokens, the chat template, and texts that are hard to write."""
-    if report.vocabulary is None:
+    if (record := report.vocabulary) is None:
         return []
-    return [run_check("tokenizer", lambda: _check_tokenizer(checkpoint, dense, report.vocabulary))]
 
+    def compare() -> Finding:
+        return compare_tokenizers(load_tokenizer(checkpoint.path), load_tokenizer(dense.path), record.kept_rows)
 
-def _check_tokenizer(checkpoint: Checkpoint, dense: Checkpoint, record: VocabularyRecord | None) -> Finding:
-    assert record is not None
-    return compare_tokenizers(load_tokenizer(checkpoint.path), load_tokenizer(dense.path), record.kept_rows)
+    return [run_check("tokenizer", compare)]

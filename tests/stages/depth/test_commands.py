@@ -36,6 +36,8 @@ depth: {blocks: [1, 3, 4], compensation: {method: linear, lambda: 0.1}}
 """
 LINEAR = ("prune", "deep", "--recipe", "mine.yaml", *TEXT)
 GIVEN = ("prune", "deep", "--recipe", "shortgpt", "--set", "depth={blocks: [1, 3, 4]}")
+WITHOUT_ATTENTION = ("--recipe", "shortgpt", "--set", "depth={part: attention, blocks: [0, 3]}")
+"""The first block is one of them, of which models ask how many tokens the cache holds."""
 
 
 @pytest.fixture
@@ -306,11 +308,14 @@ def test_parts_by_loss_and_by_divergence(here) -> None:
     ok("recover", "b", "--dense", "deep", *TEXT, "--epochs", "1", "-o", "c")
 
 
+def test_blocks_without_attention_make_a_graph(here) -> None:
+    ok("prune", "deep", *WITHOUT_ATTENTION, "--container", "remote", "-o", "bare")
+    ok("export", "bare", "-o", "graph", *TEXT)
+
+
 def test_blocks_without_attention(here) -> None:
-    """The first block has none either, of which models ask how many tokens the cache holds."""
-    depth = ("--recipe", "shortgpt", "--set", "depth={part: attention, blocks: [0, 3]}")
-    ok("prune", "deep", *depth, "-o", "zeros")
-    lines = without_quality(ok("prune", "deep", *depth, "--container", "remote", "-o", "bare"))
+    ok("prune", "deep", *WITHOUT_ATTENTION, "-o", "zeros")
+    lines = without_quality(ok("prune", "deep", *WITHOUT_ATTENTION, "--container", "remote", "-o", "bare"))
     assert lines[-7:-3] == [
         "gone: attention of block 0, block 3",
         "Blocks",
@@ -332,7 +337,6 @@ def test_blocks_without_attention(here) -> None:
         assert torch.equal(bare.generate(ids, **options), zeros.generate(ids, **options))
     verified = ok("verify", "bare", "--against", "deep").splitlines()[-1]
     assert verified == "kept units: 47 tensors are the dense ones, bit for bit, and 2 blocks have no attention"
-    ok("export", "bare", "-o", "graph", *TEXT)
     message = read_refusal("prune", "bare", "--recipe", "ridge", *TEXT, "-o", "again")
     assert "masks alone go into it" in message
 
