@@ -430,7 +430,10 @@ class Describer:
             self.add_dimension("logits", 0, ["qk_head_dim", "qk_nope_head_dim", "head_dim"])
             return attention, "keys and values of all heads are made of one latent vector of a token"
         if shared:
-            return attention, "a norm covers all of its heads together"
+            return (
+                attention,
+                "one norm covers all of its heads: with fewer of them it scales those that stay differently",
+            )
         if count in (1, len(unit)) or len(unit) % count or not 1 < count <= self.twin.sizes.heads:
             return attention, "its heads depend on one another"
         return attention, self._add_heads(run, trace, unit, count, heads)
@@ -823,7 +826,10 @@ class Describer:
         self.add_dimension(units, count, _keys(key))
         named = {units: count, **({each[0]: self.twin.config[each[0]]} if each else {})}
         if all(is_shared(depends) for depends in trace.rows.values()):
-            return f"a norm covers all columns of {trace.consumer} together"
+            return (
+                f"one norm covers all columns of {trace.consumer}: with fewer of them it scales those that stay "
+                "differently"
+            )
         places = self._places(run, trace, unit, count, named)
         also = self._also_reads(run, trace, unit) if trace.mixes else []
         if places is None or also is None:

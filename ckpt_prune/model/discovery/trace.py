@@ -150,7 +150,7 @@ def _say_maps(twin: Twin, run: BlockRun) -> str:
     if inside and not ratio and not inside & stated:
         why = "no config key states the widths inside them, so that its class has no narrower ones"
     else:
-        why = "this version measures rows of tokens alone"
+        why = "this version measures blocks alone that read a row of numbers for each patch"
     return f"blocks of {twin.architecture} read maps of channels, and {why}"
 
 

@@ -101,7 +101,8 @@ def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
         (
             ("mamba2", "Mamba2ForCausalLM"),
             "no space of Mamba2ForCausalLM is proven: queries and heads: no config key counts its heads; "
-            "mixer.out_proj: a norm covers all columns of mixer.out_proj together",
+            "mixer.out_proj: one norm covers all columns of mixer.out_proj: with fewer of them it scales "
+            "those that stay differently",
         ),
     ],
 )
