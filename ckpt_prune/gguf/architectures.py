@@ -1069,9 +1069,10 @@ OTHERWISE = {
     "phimoe": "llama.cpp divides by the root mean square where transformers has LayerNorm, and the weights of a "
     "token's experts sum to 1 there, where each is about 1 in transformers",
     "gptj": "llama.cpp has its name, and no code that computes it",
+    "olmo_hybrid": "llama.cpp has no code that computes it",
     "dbrx": "transformers rotates by rope_parameters, and not by the attn_config.rope_theta that published ones have",
 }
-"""Family that an architecture of llama.cpp has the name of → what that computes otherwise."""
+"""Family → why llama.cpp does not compute it, or what its architecture of that name computes otherwise."""
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}
 """Keys of config.json that say how many experts the mixtures here have."""
 

@@ -377,6 +377,7 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
     assert json.loads((tmp_path / "back" / "config.json").read_text())["query_pre_attn_scalar"] == 8
 
 
+HYBRID_OLMO = {"layer_types": ["linear_attention", "full_attention"]}
 REFUSED = [
     ("gemma2", WINDOWED | {"attn_logit_softcapping": None}, "it always computes attn_logit_softcapping"),
     (
@@ -482,6 +483,7 @@ REFUSED = [
     ("mamba", STATES | {"intermediate_size": 80}, "its Mamba has 64 channels, and here it has 80"),
     ("kimi_linear", KIMI | {"linear_num_heads": 2}, "linear_num_heads is as num_attention_heads there, and conf"),
     ("falcon_h1", FALCON_H1 | {"mamba_norm_before_gate": True}, "its norm comes behind the gate, and config.json"),
+    ("olmo_hybrid", FEW | HYBRID_OLMO, "olmo_hybrid is not written as GGUF: llama.cpp has no code that computes it"),
     ("gptj", NARROW | {"rotary_dim": 4}, "gptj is not written as GGUF: llama.cpp has its name, and no code that"),
     ("falcon", {"alibi": True, "multi_query": False}, "falcon: it computes alibi False, and config.json has True"),
     ("gpt2", NARROW | {"scale_attn_by_inverse_layer_idx": True}, "computes scale_attn_by_inverse_layer_idx False"),
