@@ -216,12 +216,11 @@ def try_tower(model_type: str) -> dict[str, Any]:
             family = descriptions.parse_family(json.dumps(part))
             spaces = [name for name, space in family.spaces.items() if space.whole is None]
             found["spaces"] = spaces
-            output, whole = str(source.parent / "output"), [each for each in ("heads", "mlp") if each not in spaces]
-            optional = [word for each in whole for word in ("--set", f"spaces.{each}.optional=true")]
+            output = str(source.parent / "output")
+            options = ["--recipe", "magnitude", "--ratio", "0.5", "--container", "any"]
             if family.found is None and "heads" in spaces:  # most described towers have heads as wide as their own code
-                optional += ["--set", "spaces.heads.ratio=0"]
-            ratio = ("--recipe", "magnitude", "--ratio", "0.5", "--container", "any")
-            run_command("prune", str(source), "--part", "vision", *ratio, *optional, "-o", output)
+                options += ["--set", "spaces.heads.ratio=0"]
+            run_command("prune", str(source), "--part", "vision", *options, "-o", output)
             run_command("verify", output, "--against", str(source))
         except (Exception, SystemExit) as error:
             text = str(error) if isinstance(error, UserError) else one_line(error)
@@ -383,18 +382,16 @@ def prune_and_verify(source: Path, description: dict[str, Any], *options: str, p
     if part is None:
         config = json.loads((source / "config.json").read_text()) | {descriptions.OUTSIDE_KEY: description}
         (source / "config.json").write_text(json.dumps(config))
-    lacking = [space for space in ("heads", "mlp") if space not in description["spaces"]]
-    optional = [word for space in lacking for word in ("--set", f"spaces.{space}.optional=true")]
+    options = (*options, *(() if part is None else ("--part", part)))
     if any(space.get("fixed") for space in description["spaces"].values()):
-        optional += ["--container", "any"]  # no stock class states its width
-    optional += [] if part is None else ["--part", part]
+        options += ("--container", "any")  # no stock class states its width
     output = str(source.parent / "output")
     calibration = ("--data", str(pairs)) if part in ("all", "decoder") else ("--text", str(text), "--window", "16")
     if description.get("modality") == "image":
         write_images(source.parent / "images", [f"{number}.png" for number in range(8)])
         calibration = ("--images", str(source.parent / "images"))
     data = (*calibration, "--samples", "8", "--evaluate-samples", "0")
-    run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, *options, "-o", output)
+    run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *options, "-o", output)
     run_command("verify", output, "--against", str(source))
 
 

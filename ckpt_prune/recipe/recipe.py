@@ -454,8 +454,9 @@ class Recipe(Strict):
     def at(self, family: Family) -> Self:
         """Return the recipe with one entry for every space of a family's blocks that it names.
 
-        Spaces that the family lacks stay, unless they are optional, as those of an encoder-decoder or of stages are by
-        default: few of their classes can have fewer heads. With least-error, a space of ratio 0 is left out.
+        Spaces that the family lacks stay, unless they are optional, as heads and mlp are by default, and all spaces of
+        an encoder-decoder or of stages: many classes can lose none of them. With least-error, a space of ratio 0 is
+        left out.
         Spaces that share one width (`Family.together`) all go if one of them does, but for those that stay whole where
         blocks may differ. If a norm follows a consumer, target
         drift becomes sequential: what the stream lacks, divided by gains near zero, would become outputs so large that
@@ -467,11 +468,12 @@ class Recipe(Strict):
         if self.target == "drift" and no_drift:
             return self.model_copy(update={"target": "sequential"}).at(family)
         prunable = {recipe_space(name) for name, space in family.spaces.items() if space.whole is None}
-        by_default = family.modality in ("pairs", "audio") or family.stage is not None
+        all_by_default = family.modality in ("pairs", "audio") or family.stage is not None
         lacking = {
             name
             for name, settings in self.spaces.items()
-            if (by_default if settings.optional is None else settings.optional) and recipe_space(name) not in prunable
+            if (all_by_default or name in ("heads", "mlp") if settings.optional is None else settings.optional)
+            and recipe_space(name) not in prunable
         }
         if lacking:
             return self._with_spaces({k: v for k, v in self.spaces.items() if k not in lacking}).at(family)

@@ -162,7 +162,9 @@ class SpaceRecipe(Strict):
         "a model whose config states columns as a multiple of its width, the nearest such multiple stays.",
     )
     optional: bool | None = Field(
-        None, description="true: left out where a model has no such space, or none of its units can go."
+        None,
+        description="true: left out where a model has no such space, or none of its units can go. By default true of "
+        "heads and mlp, and of all spaces of encoder-decoders and of models in stages.",
     )
     compensation: Compensation = Field(
         default_factory=lambda: Compensation.model_validate({}),

@@ -91,7 +91,7 @@ def test_questions_with_answers(place: Path) -> None:
     write_rows(place)
     write_talker(place / "pali", "paligemma")
     Path("t.txt").write_text("a cat and a dog")
-    prune = ("prune", "pali", *RIDGE, "--set", "spaces.heads.optional=true")
+    prune = ("prune", "pali", *RIDGE)
     assert read_refusal(*prune, "--text", "t.txt", "-o", "out") == (
         "pali: its prompts attend to later tokens as well, which a model of text alone does not do: give --data FILE, "
         "rows of images with their text, in place of --text"

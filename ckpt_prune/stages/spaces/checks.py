@@ -211,13 +211,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     for name in recipe.spaces:
         obstacle = family.spaces[name].whole
         if obstacle is not None:
-            prunable = {k: s for k, s in family.spaces.items() if s.whole is None and s.kind != "experts"}
-            plain = (key for key, space in prunable.items() if key in family.columns and space.fixed is None)
-            others = list(first_expert_spaces(plain)) or list(first_expert_spaces(prunable))
-            alone = " and ".join(f"recipe corp-{other}" for other in others)
             raise UserError(
                 f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: {obstacle}. "
-                f"Leave out spaces.{name}: {' and '.join(others)} can be pruned, by itself in {alone}"
+                f"Leave out spaces.{name}"
             )
 
 
@@ -237,8 +233,7 @@ def _say_lacking(space: SpaceName, family: Family) -> str:
     """Name a space, say why a family does not have it, and what can be pruned instead."""
     model_type, ends, others = family.model_type, KIND_OF_SPACE[space], ", ".join(first_expert_spaces(family.spaces))
     if space in family.absent:
-        remedy = ". --set spaces.heads.optional=true leaves them as they are" if space == "heads" else ""
-        return f"{space}, which {model_type} has not ({family.absent[space]}){remedy}: it has {others}"
+        return f"{space}, which {model_type} has not ({family.absent[space]}): it has {others}"
     if ends == "logits" and family.rope:
         return (
             f"q and k, and {model_type} rotates them by position in fixed pairs (RoPE): the matrix that makes up for "

@@ -89,7 +89,7 @@ def test_blocks_that_compare_their_columns_stay_whole_beside_others(tmp_path: Pa
     source, out = write_tiny("gemma3n_text", CLASSES["gemma3n_text"], tmp_path / "source"), tmp_path / "output"
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
     data = ("--text", str(tmp_path / "text.txt"), "--window", "16", "--samples", "8", "--evaluate-samples", "2")
-    run_command("prune", str(source), "--ratio", "0.5", *data, "--set", "spaces.heads.optional=true", "-o", str(out))
+    run_command("prune", str(source), "--ratio", "0.5", *data, "-o", str(out))
     run_command("verify", str(out), "--against", str(source))
     output = json.loads((out / "config.json").read_text())
     assert output["intermediate_size"] == [

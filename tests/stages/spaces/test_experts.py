@@ -383,9 +383,8 @@ def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
 
 def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
     assert refusal_of(dense, {"ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}, LED) == (
-        "recipe test prunes heads, which deepseek_v3 has not (keys and values of all heads are made of one latent "
-        "vector of a token, which every head that stays needs whole). --set spaces.heads.optional=true leaves them "
-        "as they are: it has mlp, dense, shared, experts"
+        "recipe test prunes heads where there is any, and this deepseek_v3 has none (heads: keys and values of all heads "
+        "are made of one latent vector of a token, which every head that stays needs whole): nothing is left to do"
     )
 
 

@@ -67,7 +67,7 @@ def test_spaces_that_no_block_has_are_left_out(tmp_path: Path) -> None:
         ("qwen2_moe", {"recipe": "ridge", "ratio": 0.25}),
         ("qwen2_moe", {"recipe": "ridge", "target_params": "80%"}),
         ("qwen3_moe", {"recipe": "best", "ratio": 0.25, "container": "any"}),
-        ("deepseek_v3", {"recipe": "ridge", "ratio": 0.25, "overrides": ["spaces.heads.optional=true"]}),
+        ("deepseek_v3", {"recipe": "ridge", "ratio": 0.25}),
     ],
 )
 def test_it_is_estimated_sized_pruned_verified_and_reported(
