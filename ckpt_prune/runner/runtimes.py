@@ -32,7 +32,9 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         column_groups = (group // gcd(group, unit) for group in groups.values())
         return lcm(*column_groups, *(target.multiple(unit) for target in named))
 
-    multiples, rows = {space: multiple(columns.get(space, 1)) for space in recipe.spaces}, multiple(1)
+    # Whole experts are no part of a row: any number of them may stay.
+    multiples = {space: 1 if space == "experts" else multiple(columns.get(space, 1)) for space in recipe.spaces}
+    rows = multiple(1)
     if rows == 1:
         return recipe
     spaces = {

@@ -6,7 +6,7 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
-from ckpt_prune.model.spaces import expert_space, first_expert_spaces
+from ckpt_prune.model.spaces import expert_space
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS

@@ -166,3 +166,12 @@ def test_the_card_names_no_runtime_that_refuses_the_output(tmp_path, llama):
     assert changes_of_config(json.loads((out / "config.json").read_text())) <= {"widths", "heads"}
     card = (out / "README.md").read_text()
     assert "| vllm | `vllm serve PATH --trust-remote-code` |" in card
+
+
+def test_experts_are_no_part_of_a_row(tmp_path):
+    """Any number of them may stay, for types whose rows are multiples of 32 or 256."""
+    model = Case("mixtral", "MixtralForCausalLM").write(tmp_path / "model")
+    said = run("prune", model, "--recipe", "expert-frequency", "--ratio", "0.25", "--for", "llama.cpp:q4_0", "--dry-run",
+               "--text", __file__, "--window", "16", "--samples", "4", "-o", tmp_path / "out")  # fmt: skip
+    assert "multiples of" not in said
+    assert "experts 3/4" in said

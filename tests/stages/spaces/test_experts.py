@@ -23,6 +23,7 @@ from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.report import find_report
+from ckpt_prune.stages.spaces.checks import check_spaces
 from ckpt_prune.stages.spaces.pruner import SWEEPS
 from ckpt_prune.stages.spaces.show import warn_of_sites
 from ckpt_prune.verification.verify import verify
@@ -381,10 +382,14 @@ def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
     )
 
 
-def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
-    assert refusal_of(dense, {"ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}, LED) == (
-        "recipe test prunes heads where there is any, and this deepseek_v3 has none (heads: keys and values of all heads "
-        "are made of one latent vector of a token, which every head that stays needs whole): nothing is left to do"
+def test_latent_attention_is_refused_by_name() -> None:
+    recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}
+    with pytest.raises(UserError) as caught:
+        check_spaces(LED.family, FullRecipe.model_validate(recipe))
+    assert str(caught.value) == (
+        "recipe test prunes heads where there is any, and this deepseek_v3 has none (heads: keys and values of all "
+        "heads are made of one latent vector of a token, which every head that stays needs whole): nothing is left to "
+        "do"
     )
 
 
