@@ -9,7 +9,7 @@ from ckpt_prune.api.function import takes
 from ckpt_prune.common.collection import collection_of_new_objects, without_collection
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
-from ckpt_prune.model.composites import has_stacks
+from ckpt_prune.model.composites import takes_all
 from ckpt_prune.model.supported import read_model_config
 from ckpt_prune.options.commands import (
     BenchmarkOptions,
@@ -100,7 +100,7 @@ def prune(options: PruneOptions) -> "Pruned":
 
 def prune_as(options: PruneOptions, tell: "Tell | None" = None) -> "Pruned":
     """Prune, and call `tell` whenever something is complete (`runner.prune.Tell`)."""
-    if options.part is None and has_stacks(read_model_config(options.model)):
+    if options.part is None and takes_all(read_model_config(options.model)):
         options = options.model_copy(update={"part": "all"})
     refuse_prune(options)
     from ckpt_prune.runner.read_recipe import read_recipe
@@ -378,9 +378,9 @@ def inspect(options: InspectOptions) -> "Description | PartsDescription":
 
     An encoder-decoder has two stacks of blocks: both are printed, unless --part names one. Only the config and the
     headers of the weights are read, unless --sparsity is given. For counting, a folder with nothing but a config.json
-    is enough. If MODEL's family has no description, the output says which family it is like,
-    what differs, and which description to start from. For a folder that `export` wrote, the graphs are printed: types,
-    bytes, what they were made from, and whether they were proven.
+    is enough. If MODEL's family has no description, its spaces are found on a small random model of its class, and the
+    output tells how each is proven; with --json it holds the description. For a folder that `export` wrote, the graphs
+    are printed: types, bytes, what they were made from, and whether they were proven.
     """
     refuse_inspect(options)
     from ckpt_prune.inspection.describe import inspect_model

@@ -111,7 +111,7 @@ class Composite(StrictModel):
     @property
     def advice(self) -> str:
         """The error for someone who names no part."""
-        if self.model_type in encoder_decoders():
+        if "decoder" in self.parts:
             return f"{self.model_type} has two stacks of blocks: --part encoder or --part decoder names one"
         if "stage1" in self.parts:
             stages = f"blocks in {len(self.parts)} stages of their own widths"
@@ -153,8 +153,14 @@ def is_composite(config: Mapping[str, Any]) -> bool:
 
 
 def has_stacks(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a model with several stacks of blocks: all are pruned unless one is named."""
+    """Return whether a config.json is of a model with several stacks of blocks, of which each has the whole config."""
     return is_encoder_decoder(config) or (is_composite(config) and count_stages(config) > 0)
+
+
+def takes_all(config: Mapping[str, Any]) -> bool:
+    """Return whether all parts of a model are pruned and printed unless one is named: stacks, also those of Whisper."""
+    is_shipped = config.get("model_type") in known_composites() and is_composite(config)
+    return has_stacks(config) or (is_shipped and "decoder" in load_composite(config).parts)
 
 
 def is_head_on_part(config: Mapping[str, Any]) -> bool:
@@ -224,7 +230,7 @@ def text_part(config: Mapping[str, Any]) -> PartName | None:
 
 def asked_parts(config: Mapping[str, Any], part: str | None) -> tuple[str | None, ...]:
     """Return the parts that `--part` names, with all for its default of a model with several stacks of blocks."""
-    if part == "all" or (part is None and has_stacks(config)):
+    if part == "all" or (part is None and takes_all(config)):
         return all_parts(config)
     return (part,)
 

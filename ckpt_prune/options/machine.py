@@ -25,8 +25,8 @@ class OpeningOptions(TrustOptions):
 
     group = MODEL
     family: Input = option(default=None, metavar="FILE", digest="content")
-    """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
-    version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
+    """JSON file that describes the model's family, in place of what is found on a small model of its class. Start from
+    the `description` that `ckpt-prune inspect MODEL --json` prints. Outputs carry it along."""
     part: Literal[PartName, "all"] | None = option(default=None)
     """Part of a model that is made of several (qwen2_5_vl, gemma3, llava, bart, ...). Only this part is measured and
     pruned; every other tensor keeps its bytes. `prune` also takes all: the vision tower, on the images of --images or

@@ -64,12 +64,14 @@ class Discovery(BaseModel):
     kept: bool = False
 
     def line(self) -> str:
-        """Say what was found, in one line, which is the same for both stacks of an encoder-decoder with like spaces."""
+        """Say in one line what was found, and how long that took if it was not kept from an earlier run."""
         name, spaces = self.description["model_type"], ", ".join(self.description["spaces"])
         architecture = next(iter(self.description["architectures"]))
         if not spaces:
             return f"no space of {name} is proven on a small random model of {architecture}, so that none can be pruned"
-        return f"spaces of {name} are found and proven on a small random model of its class, {architecture}: {spaces}"
+        took = "" if self.kept else f" ({self.seconds:.1f} s of processor time, once)"
+        model = f"a small random model of its class, {architecture}"
+        return f"spaces of {name} are found and proven on {model}{took}: {spaces}"
 
     def check_spaces(self) -> None:
         """Refuse a class of which no space is proven, in one line."""
