@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -165,6 +165,10 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
+AHEAD_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Keys that count blocks behind the last one, which predict further tokens (MTP)."""
+
+
 class Names:
     """A model's parameters under their on-disk names, by transformers' own conversions in both directions.
 
@@ -236,15 +240,24 @@ class Names:
         return parameters if self._parameters.keys() >= set(parameters) else ()
 
     def ignores(self, disk: str) -> bool:
-        """Return whether the model's class has no place for a tensor on disk, and says that it does not load it.
+        """Return whether the model's class has no place for a tensor on disk, and it or the config says so.
 
-        Published checkpoints of DeepSeek V3 have a block behind the last one that predicts a second token.
+        Published checkpoints of DeepSeek V3 have a block behind the last one that predicts a second token. Its class
+        names that block by the number it has there, and the config counts such blocks for models of any depth.
         """
-        patterns: Iterable[str] = self.model._keys_to_ignore_on_load_unexpected or ()  # type: ignore[assignment]
-        if not patterns or self.parameters(disk):
+        if self.parameters(disk):
             return False
+        patterns: Iterable[str] = self.model._keys_to_ignore_on_load_unexpected or ()  # type: ignore[assignment]
         name, _ = self._rename(disk)
-        return any(re.search(pattern, name) for pattern in patterns)
+        block = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        return (block is not None and int(block[1]) in self._blocks_ahead) or any(re.search(e, name) for e in patterns)
+
+    @cached_property
+    def _blocks_ahead(self) -> range:
+        config: Any = self.model.config
+        config = config.get_text_config()
+        last = getattr(config, "num_hidden_layers", 0)
+        return range(last, last + max(getattr(config, key, None) or 0 for key in AHEAD_KEYS))
 
     def saved_as(self, parameter: str) -> str:
         if parameter in self.shapes:

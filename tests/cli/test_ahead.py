@@ -45,6 +45,20 @@ def test_it_is_counted_and_named() -> None:
     assert json.loads(ok("inspect", "dense", "--json"))["ignored"] == NAMES
 
 
+def test_the_config_says_so_for_other_depths() -> None:
+    """The class names block 61 alone, which published checkpoints have."""
+    blocks = json.loads(Path("dense/config.json").read_text())["num_hidden_layers"]
+    edit_weights("dense", lambda tensors: tensors.update({
+        name.replace(".61.", f".{blocks}."): tensors.pop(name) for name in NAMES
+    }))  # fmt: skip
+    assert SAID.replace(".61.", f".{blocks}.") in ok("inspect", "dense")
+    edit_weights("dense", lambda tensors: tensors.update({f"model.layers.{blocks + 1}.enorm.weight": torch.ones(22)}))
+    assert (
+        f"model.layers.{blocks + 1}.enorm.weight (1 such), which config.json has no place for"
+        in run("inspect", "dense").stderr
+    )
+
+
 def test_outputs_lack_it() -> None:
     result = run(*PRUNE, "-o", "out")
     assert result.exit_code == 0, result.output

@@ -171,7 +171,8 @@ def test_the_card_names_no_runtime_that_refuses_the_output(tmp_path, llama):
 def test_experts_are_no_part_of_a_row(tmp_path):
     """Any number of them may stay, for types whose rows are multiples of 32 or 256."""
     model = Case("mixtral", "MixtralForCausalLM").write(tmp_path / "model")
-    said = run("prune", model, "--recipe", "expert-frequency", "--ratio", "0.25", "--for", "llama.cpp:q4_0", "--dry-run",
-               "--text", __file__, "--window", "16", "--samples", "4", "-o", tmp_path / "out")  # fmt: skip
+    given = ["--recipe", "expert-frequency", "--ratio", "0.25", "--for", "llama.cpp:q4_0"]
+    data = ["--text", __file__, "--window", "16", "--samples", "4"]
+    said = run("prune", model, *given, *data, "--dry-run", "-o", tmp_path / "out")
     assert "multiples of" not in said
     assert "experts 3/4" in said

@@ -21,7 +21,7 @@ from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.nested_keys import find_key, with_keys
-from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, quiet_transformers, stored_key
+from ckpt_prune.model.skeleton import AHEAD_KEYS, RefusedConfigError, parse_config, quiet_transformers, stored_key
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
@@ -180,8 +180,6 @@ def stock_multiple(model: Model, dimension: str, width: int) -> float | None:
     return next((ratio for ratio in ratios if multiple.width(hidden, ratio) == width), None)
 
 
-_AHEAD_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Keys that count blocks behind the last one, which predict further tokens (MTP)."""
 _UNPRUNABLE: "WeakKeyDictionary[Model, dict[SpaceName, str]]" = WeakKeyDictionary()
 
 
@@ -457,7 +455,7 @@ def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[st
     changes = model.config_values(units) if has_own_keys else _stock_values(output)
     values = with_keys(values, {stored_key(key, values, model.config): value for key, value in changes.items()})
     if model.checkpoint.ignored:
-        values |= {key: 0 for key in _AHEAD_KEYS if values.get(key)}
+        values |= {key: 0 for key in AHEAD_KEYS if values.get(key)}
     on_heads = [family.spaces[name] for name in first if family.attention.output in family.spaces[name].modules]
     if any(space.fixed is None for space in on_heads) or (remote and family.logits):
         values = with_keys(values, {candidate.head_key: model.dimension("head_dim")})
