@@ -169,7 +169,8 @@ RUNTIMES: dict[str, Runtime] = {
     "onnxruntime": Runtime(
         'onnxruntime.InferenceSession("OUT/onnx/model.onnx")', "pip install onnxruntime", _TO_ONNX, _GRAPHS,
         rows=_GRAPH,
-        note="`OUT/onnx/README.md` has a few lines that run the graph.",
+        note="`OUT/onnx/README.md` has a few lines that run the graph. None is made of state spaces that loop over "
+        "tokens (Mamba, Bamba, Jamba).",
     ),
     "genai": Runtime(
         'onnxruntime_genai.Model("OUT/onnx")', 'pip install ".[genai]"', _TO_ONNX, _GRAPHS,

@@ -155,7 +155,8 @@ def _fill_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
         cache = DynamicCache()
     if name is None or len(cache.layers) == 0 or any(getattr(layer, "keys", None) is None for layer in cache.layers):
         raise UserError(
-            f"{type(model).__name__} keeps other things than keys and values of earlier tokens: say --no-cache"
+            f"{type(model).__name__} keeps other things than keys and values of earlier tokens: say --no-cache "
+            "(of state spaces that loop over tokens, such as Mamba's, no graph can be made)"
         )
     return name, cache
 
