@@ -60,8 +60,8 @@ def choose_held_out(
         UserError: the model reads something else, or data that is not measured on (audio).
     """
     is_text = model.family.modality == "text"
-    if options.audio is not None:
-        raise UserError("outputs are not measured on audio")
+    if model.family.modality == "audio":
+        raise UserError("outputs are not measured on audio alone; evaluate --data FILE measures audio with its text")
     sampling = options.model_copy(update={"samples": count})
     fresh = choose_fresh_samples(model, sampling, used, trust=trust, say=lambda _line: None)
     samples = fresh.samples

@@ -123,10 +123,10 @@ def _block(model: Model) -> BlockDescription:
     """Return the last block, which stands for all, and whether a block can go."""
     stay = None
     within = model.checkpoint.within
-    if within is not None and not model.family.is_stack:
-        stay = f"the {within.part} part of a composite keeps all of its own"
-    elif model.family.stage is not None:
+    if model.family.stage is not None:
         stay = "blocks of stages are not dropped"
+    elif within is not None and not model.family.can_be_shorter_inside:
+        stay = f"the {within.part} part of a composite keeps all of its own"
     elif model.blocks < 2:
         stay = "there is no other"
     else:

@@ -414,8 +414,8 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
     for key, value in list(place.items()):  # names of a width that its class takes away (LFM2's block_ff_dim)
         if key not in part.config and type(value) is int and value in derived.values():
             del place[key]
-    if is_stack:
-        _merge_stack(place, config, before)
+    if is_stack or not within.key:  # its config is the whole's, and may count fewer blocks already
+        _merge_stack(place, {**config, "architectures": merged["architectures"]}, before)
         return merged
     for key, value in config.items():
         is_same = key in before and before[key] == value

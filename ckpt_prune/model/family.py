@@ -195,6 +195,11 @@ class Family(StrictModel):
         """Whether its blocks are one of several stacks in a model of its class."""
         return self.modality == "pairs" or self.stage is not None
 
+    @property
+    def can_be_shorter_inside(self) -> bool:
+        """Whether blocks of a part may go: the config of the whole counts them by a key of their own."""
+        return self.modality in ("pairs", "audio")
+
     def shares_width(self, space: Space) -> bool:
         """Return whether a config key states the width of a space of all stacks (T5's `d_ff`, swin's `mlp_ratio`)."""
         if self.stage is not None:

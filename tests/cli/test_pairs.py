@@ -579,6 +579,17 @@ def test_speech_with_its_text(place: Path, bart: PreTrainedModel) -> None:
     config = AutoModelForSpeechSeq2Seq.from_pretrained("both").config
     assert (config.encoder_ffn_dim, config.decoder_ffn_dim) == (36, 42)
     assert "FAILED" not in ok("verify", "both", "--against", "whisper")
+    # Without --part, blocks of both stacks go. What stays is as it was.
+    ok("prune", "whisper", "--recipe", "shortgpt", "--ratio", "0.4", *sounds, "-o", "short")
+    assert "FAILED" not in ok("verify", "short", "--against", "whisper")
+    report, whole = read_json("short/ckpt_prune.json"), AutoModelForSpeechSeq2Seq.from_pretrained("whisper").double()
+    for each in (report, *report["others"]):
+        stack = whole.model.get_submodule(each["part"])
+        stack.layers = torch.nn.ModuleList(stack.layers[block] for block in each["depth"]["kept"])
+        assert len(stack.layers) < each["depth"]["blocks"]
+    short = AutoModelForSpeechSeq2Seq.from_pretrained("short").double()
+    with torch.no_grad():
+        torch.testing.assert_close(short(**pairs[0]).logits, whole(**pairs[0]).logits, rtol=1e-5, atol=1e-6)
     Path("sounds.jsonl").write_text('{"audio": "no.wav", "text": "w1"}\n')
     refused = run("prune", "whisper", "--part", "decoder", *RIDGE, *sounds, "-o", "again")
     assert (refused.exit_code, Path("again").exists()) == (2, False)

@@ -146,7 +146,7 @@ def check_depth(prepared: Prepared) -> None:
             f"chooses them: run "
             f"`{recipe.calibration}` again"
         )
-    if model.checkpoint.within is not None and family.modality != "pairs":
+    if model.checkpoint.within is not None and not family.can_be_shorter_inside:
         raise UserError(
             f"recipe {recipe.name} drops whole blocks, and --part {model.checkpoint.within.part} of a composite keeps "
             "all of its own: choose a recipe with spaces"
