@@ -86,7 +86,9 @@ def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
         "needs statistics: give --statistics, or --audio to measure them"
     )
     Path("text.txt").write_text("what")
-    assert read_refusal(*ENCODER, "--text", "text.txt", "-o", "out") == "whisper reads audio: give --audio DIR"
+    assert read_refusal(*ENCODER, "--text", "text.txt", "-o", "out") == (
+        "whisper reads audio: give --audio DIR, or --data FILE of audio with its text"
+    )
     assert read_refusal(*ENCODER, "--audio", "whisper/none", "-o", "out") == (
         "--audio whisper/none: there is no such file or folder"
     )

@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_refused(qwen: Path) -> None:
         "rows.jsonl: 3 rows fill no window of 256 tokens: give more, or say a shorter --window"
     )
     assert read_refusal("prune", "dense", "--data", "rows.jsonl", "-o", "out") == (
-        "--data is for --part of a vision language model, which dense is not opened as"
+        "--data is of pairs, or of images with text, which dense does not read: give --text FILE"
     )
     Path("qwen/preprocessor_config.json").unlink()
     assert read_refusal(*prune) == (

@@ -148,7 +148,7 @@ def test_what_a_block_returns_for_the_next_is_handed_on() -> None:
     model = HandingOn()
     check_replay(model, model.layers, TOKENS)
     handed, _ = record(model, model.layers, TOKENS)
-    with pytest.raises(KeyError):  # the first block has not run
+    with pytest.raises(UserError, match="take a recipe without them"):  # the first block has not run
         handed.call(model.layers[1], 1, torch.zeros(2, 6, 4), slice(0, 2), 2)
 
 

@@ -57,13 +57,17 @@ def usual_samples(model: Model, *, audio: bool | None = None) -> int:
         model: a part or a whole model, which reads its kind of data.
         audio: whether the sources of its pairs are sounds; None: as the description of the whole says.
     """
-    modality, within = model.family.modality, model.checkpoint.within
+    modality = model.family.modality
     if modality != "pairs":
         return MOST_IMAGES if modality == "image" else DEFAULT_WINDOWS
-    if audio is None and within is not None:
-        parts = load_composite(within.whole.config).parts.values()
-        audio = any((part.described or {}).get("modality") == "audio" for part in parts)
-    return DEFAULT_WINDOWS if audio else DEFAULT_PAIRS
+    return DEFAULT_WINDOWS if (_hears(model) if audio is None else audio) else DEFAULT_PAIRS
+
+
+def _hears(model: Model) -> bool:
+    """Return whether a model is a part of one that is described to hear."""
+    within = model.checkpoint.within
+    parts = () if within is None else load_composite(within.whole.config).parts.values()
+    return any((part.described or {}).get("modality") == "audio" for part in parts)
 
 
 def check_kind(model: Model, options: SampleOptions) -> str:
@@ -73,20 +77,21 @@ def check_kind(model: Model, options: SampleOptions) -> str:
     needed = asked_data(modality)
     if modality == "pairs":
         if options.talks is None:
-            raise UserError(reads_pairs(folder))
+            raise UserError(reads_pairs(folder, audio=_hears(model)))
         return needed
     if modality == "audio" and options.talks is not None and model.checkpoint.within is not None:
         return "--data FILE"  # the sounds of pairs
     if options.talks is not None:
         if modality == "audio" or model.checkpoint.within is None:
-            raise UserError(f"--data is for --part of a vision language model, which {folder} is not opened as")
+            raise UserError(f"--data is of pairs, or of images with text, which {folder} does not read: give {needed}")
         return "--data FILE"
     within = model.checkpoint.within
     alone = None if within is None else load_composite(within.whole.config).part(within.part).alone
     if alone is not None:
         raise UserError(f"{folder}: {alone}: give --data FILE, rows of images with their text, in place of --text")
     if any(given.values()) if modality == "text" else not given[modality]:
-        raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
+        or_pairs = ", or --data FILE of audio with its text" if _hears(model) else ""
+        raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}{or_pairs}")
     return needed
 
 

@@ -43,9 +43,9 @@ class Pair:
     languages: dict[str, str] = field(default_factory=dict)
 
 
-def reads_pairs(model: str | Path) -> str:
+def reads_pairs(model: str | Path, *, audio: bool = False) -> str:
     """Return the error for someone who gives an encoder-decoder other data."""
-    return f"{model} reads pairs of a source and its target: give --data FILE"
+    return f"{model} reads {'audio with its text' if audio else 'pairs of a source and its target'}: give --data FILE"
 
 
 def read_pairs(file: Path, *, audio: bool = False) -> list[Pair]:
