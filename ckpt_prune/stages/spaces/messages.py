@@ -132,6 +132,9 @@ def size_lines(prepared: Prepared) -> Iterable[str]:
     if sized is None:
         settles_counts = prepared.plan is None and prepared.recipe.size is None
         yield from coarse_lines(prepared.model, prepared.recipe) if settles_counts else ()
+        recipe = prepared.recipe.at(prepared.model.family)
+        if settles_counts and recipe.spaces and not _some_go(prepared.model, recipe):
+            yield "so nothing of any space goes: ask for more, or for whole experts or blocks (recipes reap, depth)"
         return
     size = sized.recipe.size
     assert size is not None
@@ -162,11 +165,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     Where widths are found by effect, ratios only say a size: then if nothing would go.
     """
     recipe = recipe.at(model.family)
-    if recipe.allocation != "uniform" and any(
-        keep_count(model, recipe, Site(block, space)) < model.units(space, block)
-        for space in recipe.spaces
-        for block in model.blocks_with(space)
-    ):
+    if recipe.allocation != "uniform" and _some_go(model, recipe):
         return
     for name, space in first_expert_spaces(recipe.spaces).items():
         multiple, counts = multiple_of(model, recipe, space), model.unit_counts(space)
@@ -187,6 +186,15 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         inside = "" if mismatch.dropped else _inside(model, recipe, space)
         if inside:
             yield f"{name}: {inside}"
+
+
+def _some_go(model: Model, recipe: Recipe) -> bool:
+    """Return whether any block loses a unit by the ratios of a recipe, which has the spaces of the model's family."""
+    return any(
+        keep_count(model, recipe, Site(block, space)) < model.units(space, block)
+        for space in recipe.spaces
+        for block in model.blocks_with(space)
+    )
 
 
 def same_units_lines(prepared: Prepared) -> Iterable[str]:
