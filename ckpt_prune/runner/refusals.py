@@ -45,7 +45,6 @@ from ckpt_prune.options.training import LoraSettings, SnowsSettings
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.recipe.sizes import asked_size
-from ckpt_prune.runner.frontier.record import FRONTIER
 from ckpt_prune.runner.sweep_values import OF_DATA, values_of
 from ckpt_prune.stages.quantize.records import QUANTISATION_KIND
 
@@ -166,6 +165,8 @@ def refuse_quantize(options: QuantizeOptions) -> None:
 
 
 def refuse_frontier(options: FrontierOptions) -> None:
+    from ckpt_prune.runner.frontier.record import FRONTIER  # imports numpy, and help should not wait for it
+
     asked_size({"bytes": options.target_bytes, "latency": options.target_latency}, None)
     check_texts((*options.text, *options.held_out))
     _check_place(options.model, options.output, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)

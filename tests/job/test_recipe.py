@@ -179,7 +179,7 @@ def test_no_drift_behind_norms(model_type, target):
     """`best` takes no drift behind norms: gemma3-270m had a perplexity of 111.1 with it, 89.7 without (dense 68.6)."""
     recipe = load_recipe("best").at(load_family(model_type))
     assert recipe.target == target
-    assert list(recipe.spaces) == ["heads", "mlp"]
+    assert list(recipe.spaces) == (["mlp"] if model_type == "olmo2" else ["heads", "mlp"])  # none of its heads can go
 
 
 def test_a_space_that_is_to_stay_whole_is_not_among_those_that_meet_a_size_together():
