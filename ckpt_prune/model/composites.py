@@ -415,7 +415,8 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
         if key not in part.config and type(value) is int and value in derived.values():
             del place[key]
     if is_stack or not within.key:  # its config is the whole's, and may count fewer blocks already
-        _merge_stack(place, {**config, "architectures": merged["architectures"]}, before)
+        named = {key: merged[key] for key in ("architectures",) if key in merged}
+        _merge_stack(place, {**config, **named}, before)
         return merged
     for key, value in config.items():
         is_same = key in before and before[key] == value
