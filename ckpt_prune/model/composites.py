@@ -159,8 +159,7 @@ def has_stacks(config: Mapping[str, Any]) -> bool:
 
 def takes_all(config: Mapping[str, Any]) -> bool:
     """Return whether all parts of a model are pruned and printed unless one is named: stacks, also those of Whisper."""
-    is_shipped = config.get("model_type") in known_composites() and is_composite(config)
-    return has_stacks(config) or (is_shipped and "decoder" in load_composite(config).parts)
+    return has_stacks(config) or "decoder" in all_parts(config)
 
 
 def is_head_on_part(config: Mapping[str, Any]) -> bool:

@@ -90,7 +90,7 @@ def test_modules_dense_of_embeddinggemma_are_in_its_file(tmp_path):
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
 def test_a_decoder_that_makes_embeddings_pools_its_last_token(auto, tmp_path):
-    """As Qwen3-Embedding, whose texts have another last token than its answers. Its embedding is no head."""
+    """Qwen3-Embedding is such a model: its tokenizer ends texts with another token than `eos`, and it has no head."""
     folder = save(tmp_path / "model", "qwen3", auto, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True)
     stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = [(token, stored.token_to_id(token)) for token in ("return",)]

@@ -489,7 +489,7 @@ REFUSED = [
     ("gpt2", NARROW | {"scale_attn_by_inverse_layer_idx": True}, "computes scale_attn_by_inverse_layer_idx False"),
     ("mpt", {"attn_config": {"softmax_scale": 0.5}}, "it computes attn_config.softmax_scale None, and config"),
 ]
-"""What a config.json says, and the reason that llama.cpp has no such model."""
+"""Model type, changes of its config.json, and a part of the message that refuses it for llama.cpp."""
 
 
 @pytest.mark.parametrize(("model_type", "changes", "says"), every(6, REFUSED))

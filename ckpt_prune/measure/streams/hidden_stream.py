@@ -214,7 +214,7 @@ class HiddenStream:
 
     @property
     def _varying(self) -> HandedAlone | None:
-        """What samples are handed that have as many tokens as they need; None if all have as many."""
+        """What each sample is handed, where samples differ in their number of tokens; None where all have the same."""
         return self._handed if isinstance(self._handed, HandedAlone) and self._handed.shapes else None
 
     def cut(self, rows: slice, states: Tensor) -> Tensor:

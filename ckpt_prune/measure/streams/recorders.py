@@ -397,13 +397,15 @@ class HandedArguments:
         return any(isinstance(leaf, Carried) for each in self._of_size.values() for leaf in _leaves(each[block]))
 
     def _of_last(self, block: int, leaf: Any, rows: Rows, device: torch.device) -> Any:
-        if isinstance(leaf, Carried) and (block - 1, leaf.place) not in self._carried:
+        if not isinstance(leaf, Carried):
+            return leaf
+        if (block - 1, leaf.place) not in self._carried:
             raise UserError(
                 "blocks of this model are handed more than hidden states by the one before, which is not kept where "
                 "gradients are passed back: take a recipe without them, such as ridge or magnitude"
             )
-        kept = self._carried[block - 1, leaf.place] if isinstance(leaf, Carried) else leaf
-        return kept[rows].to(device) if isinstance(leaf, Carried) and isinstance(kept, Tensor) else kept
+        kept = self._carried[block - 1, leaf.place]
+        return kept[rows].to(device) if isinstance(kept, Tensor) else kept
 
 
 def _run(

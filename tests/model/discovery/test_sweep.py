@@ -44,7 +44,7 @@ THIRTY = {
 }
 """Types that are always tried; `--thorough` tries all."""
 TOWERS = ("aria", "dots3_note", "internvl", "lfm2_vl", "minicpmv4_6", "qwen2_5_omni_thinker", "step3p7")
-"""Of models of images with text."""
+"""Types of models of images with text whose towers are always tried."""
 
 
 @pytest.fixture(autouse=True)
