@@ -10,7 +10,15 @@ from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD, REPORT, VALIDATION, partial_name
+from ckpt_prune.common.filenames import (
+    EXPORT_ERROR,
+    FRONTIER_RECORD,
+    GRAPH_FOLDER,
+    GRAPH_RECORD,
+    REPORT,
+    VALIDATION,
+    partial_name,
+)
 from ckpt_prune.common.graph_types import GGUF_FILES
 
 WantedNames = Mapping[str, Path | None]
@@ -78,6 +86,7 @@ class FolderKind:
 
 EXPORT_KIND = FolderKind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), unfinished="asked")
 """Written by `export`."""
+FRONTIER = FolderKind(FRONTIER_RECORD, "a folder that `ckpt-prune frontier` writes")
 
 
 def _exported_files(record: dict[str, Any]) -> Set[str]:

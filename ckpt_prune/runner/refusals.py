@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, FolderKind
+from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, FRONTIER, OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.model_folder import check_output_folder, holds_graphs, refuse_adapter
 from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_inside, refuse_overlap
 from ckpt_prune.common.errors import UserError
@@ -165,8 +165,6 @@ def refuse_quantize(options: QuantizeOptions) -> None:
 
 
 def refuse_frontier(options: FrontierOptions) -> None:
-    from ckpt_prune.runner.frontier.record import FRONTIER  # imports numpy, and help should not wait for it
-
     asked_size({"bytes": options.target_bytes, "latency": options.target_latency}, None)
     check_texts((*options.text, *options.held_out))
     _check_place(options.model, options.output, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
+from ckpt_prune.checkpoint.folder_kinds import FRONTIER
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.reading import open_gguf
@@ -22,7 +23,6 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
-from ckpt_prune.runner.frontier.record import FRONTIER
 from tests.gguf_files.tiny import GRANITE, TEXT
 from tests.runner.frontiers import all_tokens as all_tokens
 from tests.runner.frontiers import best_of, fail, find_smallest, make_command, make_place, paste, read, run, stop

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ckpt_prune.checkpoint.folder_kinds import FRONTIER
 from ckpt_prune.checkpoint.staging import Staging, check_output, partial_of
 from ckpt_prune.common.formatting import decimal_bytes, plural
 from ckpt_prune.common.progress import Notices
@@ -26,7 +27,7 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import Options, digested_options
 from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
 from ckpt_prune.runner.estimate import estimate_frontier
-from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
+from ckpt_prune.runner.frontier.record import USUAL_LOSS
 from ckpt_prune.runner.pruning_budgets import will_prune_columns
 from ckpt_prune.runner.resuming import NOTHING_BEGUN, resumable
 from ckpt_prune.runner.vocabularies import parts_of_tokens

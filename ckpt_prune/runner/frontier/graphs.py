@@ -29,6 +29,7 @@ from ckpt_prune.benchmarking.latency_table import choose_timed_workload
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.folder_kinds import FRONTIER
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.errors import UserError
@@ -76,7 +77,6 @@ from ckpt_prune.runner.frontier.graph_pruning import GraphPruning, Pruning
 from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
 from ckpt_prune.runner.frontier.pruning import prune_into, same_options
 from ckpt_prune.runner.frontier.record import (
-    FRONTIER,
     MADE,
     PRUNED,
     RECIPE,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_prune.budget.choices import BudgetError
-from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.filenames import (
@@ -34,7 +33,6 @@ RECIPE = "recipe.yaml"
 MADE = "made"
 """What the commands write, in the same folder: a folder, or a file of this name with an ending. The search writes no
 such name, so that they never replace what it found."""
-FRONTIER = FolderKind(FRONTIER_RECORD, "a folder that `ckpt-prune frontier` writes")
 Result = MeasuredFile | MeasuredRounded
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
