@@ -4,7 +4,7 @@ import gc
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,7 +24,7 @@ from ckpt_prune.checkpoint.side_files import carried_files, name_left_out, side_
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
-from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphStack, GraphType, all_graph_files, name_graph
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType, all_graph_files, name_graph
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.evaluation.sentences import open_embedder
@@ -33,9 +33,11 @@ from ckpt_prune.job.report import Loss
 from ckpt_prune.measure.samples.image_files import ImageSplit
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.containers.remote import MLX_KEY
+from ckpt_prune.model.context import context_length
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.onnx.card import make_card, make_genai_config
+from ckpt_prune.onnx.pairs import make_noise_pairs
 from ckpt_prune.onnx.proof import Dense, validate
 from ckpt_prune.onnx.quantization.deciding import (
     Decision,
@@ -47,6 +49,7 @@ from ckpt_prune.onnx.quantization.deciding import (
     make_scheme,
     store,
 )
+from ckpt_prune.onnx.quantization.joining import Graphs
 from ckpt_prune.onnx.records import (
     GraphEntry,
     GraphSource,
@@ -172,7 +175,7 @@ class GraphWriter:
         with self._staging:
             folder = self._staging.path
             entries: dict[GraphType, list[GraphEntry]] = {dtype: [] for dtype in settings.graph_types}
-            decisions: dict[tuple[GraphType, GraphStack | None], Decision] = {}
+            decisions: dict[GraphType, Decision] = {}
             for kind in (torch.float32, torch.float16):
                 types = [dtype for dtype in settings.graph_types if _tracing_type(dtype) == kind]
                 # What becomes of a weight is measured in float32, whatever it is computed in later.
@@ -189,27 +192,25 @@ class GraphWriter:
                     graphs = {task.stack: self._trace(model, task) for task in self.task.graphs}
                     bar.to(2)
                 generation, config = getattr(model, "generation_config", None), model.config.get_text_config()
-                for stack, graph in graphs.items():
-                    measuring = None
-                    if rounded and samples is not None and stack is None:
-                        measuring = measure_for(model, graph, self.task, samples, self.source.whole)
-                    for dtype in rounded:
-                        check_block_size(graph, settings)
-                        if dtype == "q4f16" and ("int4", stack) in decisions:  # they differ in what is computed in
-                            decisions[dtype, stack] = decisions["int4", stack]
-                            continue
-                        ranges = samples is not None and samples.images is not None
-                        dense = sum(info.nbytes for info in self.source.tensors.values())
-                        scheme = make_scheme(dtype, settings, self.task, ranges=ranges, dense=dense)
-                        decisions[dtype, stack] = decide(graph, scheme, measuring, folder)
-                    for dtype in types:
-                        decision = decisions.get((dtype, stack))
-                        stored = graph if decision is None else store(graph, decision, measuring, folder)
-                        with disk_failures(folder):
-                            entry = save_entry(stored, folder, dtype, decision, stack=stack, embedded=embedded)
-                            entries[dtype].append(entry)
+                measuring = None
+                if rounded and samples is not None:
+                    measuring = measure_for(model, graphs, self.task, samples, self.source.whole)
+                for dtype in rounded:
+                    check_block_size(graphs, settings)
+                    if dtype == "q4f16" and "int4" in decisions:  # they differ in what is computed in
+                        decisions[dtype] = decisions["int4"]
+                        continue
+                    ranges = samples is not None and samples.images is not None
+                    dense = sum(info.nbytes for info in self.source.tensors.values())
+                    scheme = make_scheme(dtype, settings, self.task, ranges=ranges, dense=dense)
+                    decisions[dtype] = decide(graphs, scheme, measuring, folder)
+                for dtype in types:
+                    decision = decisions.get(dtype)
+                    entries[dtype] = save_entries(
+                        graphs, folder, dtype, decision, measuring, scratch=folder, embedded=embedded
+                    )
                 _free(graphs.values(), model)
-                del graph, graphs, model
+                del graphs, model
             with disk_failures(folder):
                 written = [entry for dtype in settings.graph_types for entry in entries[dtype]]
                 proved, optimize = prove is not None, self._settings.optimize
@@ -317,9 +318,9 @@ def _tracing_type(dtype: GraphType) -> torch.dtype:
 
 
 def measure_for(
-    model: PreTrainedModel, graph: onnx_ir.Model, task: GraphTask, samples: ProofSamples, folder: Path
+    model: PreTrainedModel, graphs: Graphs, task: GraphTask, samples: ProofSamples, folder: Path
 ) -> Measuring:
-    """Return what rounding of a model's graph is measured on; `folder` is the model's."""
+    """Return what rounding of a model's graphs is measured on; `folder` is the model's."""
     size, pool = (0, 0, 0), None
     if task.modality == "image":
         size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config, task))
@@ -327,7 +328,10 @@ def measure_for(
         with suppress(UserError):  # of all hidden states then
             pool = open_embedder(model, folder, load_tokenizer(folder)).pool
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
-    return make_measuring(graph, task, samples, vocabulary, size, pool)
+    if task.modality == "pairs" and samples.for_rounding is None:
+        context = context_length(model.config.get_text_config(decoder=True))
+        samples = replace(samples, for_rounding=make_noise_pairs(model.config, context, samples.seed))
+    return make_measuring(graphs, task, samples, vocabulary, size, pool)
 
 
 def _save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
@@ -339,32 +343,43 @@ def _save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
         write_graph(graph, place)
 
 
-def save_entry(
-    graph: onnx_ir.Model,
+def save_entries(
+    graphs: Graphs,
     folder: Path,
     dtype: GraphType,
     decision: Decision | None,
+    measuring: Measuring | None,
     *,
-    stack: GraphStack | None = None,
+    scratch: Path,
     embedded: int = EMBEDDED_BYTES,
-) -> GraphEntry:
-    """Write a graph whose weights are stored as was decided, and return its entry in the folder's record.
+) -> list[GraphEntry]:
+    """Write the graphs of a model, weights stored as was decided, and return their entries in the folder's record.
 
     Args:
+        graphs: those that were decided on, or the same traced in float16.
+        decision: None: all weights stay as they are.
+        measuring: what `store` needs.
+        scratch: folder for copies of the graphs meanwhile.
         embedded: weights above so many bytes go to a file of their own.
     """
-    file = name_graph(dtype, stack)
-    _save_graph(graph, folder / file, embedded)
-    return GraphEntry(
-        file=file,
-        dtype=dtype,
-        stack=stack,
-        opset=graph.opset_imports[""],
-        inputs=describe_ports(graph.graph.inputs),
-        outputs=describe_ports(graph.graph.outputs),
-        tensors=hash_tensors(graph),
-        quantization=None if decision is None else decision.record,
-    )
+    entries = []
+    for stack, graph in graphs.items():
+        own, file = None if decision is None else decision.of(stack), name_graph(dtype, stack)
+        stored = graph if own is None else store(graph, own, measuring, scratch)
+        with disk_failures(folder):
+            _save_graph(stored, folder / file, embedded)
+            entry = GraphEntry(
+                file=file,
+                dtype=dtype,
+                stack=stack,
+                opset=stored.opset_imports[""],
+                inputs=describe_ports(stored.graph.inputs),
+                outputs=describe_ports(stored.graph.outputs),
+                tensors=hash_tensors(stored),
+                quantization=None if own is None else own.record,
+            )
+        entries.append(entry)
+    return entries
 
 
 def _free(graphs: Iterable[onnx_ir.Model], model: PreTrainedModel) -> None:

@@ -31,6 +31,7 @@ class OnnxPair:
     Args:
         folder: of both, with config.json.
         files: of the encoder and the decoder.
+        described: the folder with config.json, if that is another one.
 
     Attributes:
         graphs: both, the encoder first.
@@ -38,8 +39,10 @@ class OnnxPair:
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: Path, files: Sequence[str], *, provider: Provider = "cpu") -> None:
-        self.graphs = [OnnxModel(folder, file, provider=provider) for file in files]
+    def __init__(
+        self, folder: Path, files: Sequence[str], *, provider: Provider = "cpu", described: Path | None = None
+    ) -> None:
+        self.graphs = [OnnxModel(folder, file, provider=provider, described=described) for file in files]
         self.config, self.dtype = self.graphs[0].config, self.graphs[0].dtype
 
     @property
@@ -132,9 +135,9 @@ def make_pair_cases(pairs: PairWindows) -> list[PairCase]:
     return batches + [each for each in several if len(each.chunks) > 1]
 
 
-def make_pair_case(pairs: PairWindows, size: int) -> PairCase:
-    """Return the first pairs."""
-    rows = slice(size)
+def make_pair_case(pairs: PairWindows, *rows_of: int) -> PairCase:
+    """Return the first pairs, so many, or those from one on to another."""
+    rows = slice(*rows_of)
     feed, targets = pairs.batch(rows), pairs.counted(rows)
     long = int(targets.sum(1).max())
     feed[TARGET], targets = feed[TARGET][:, :long], targets[:, :long]

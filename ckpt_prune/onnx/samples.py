@@ -2,6 +2,7 @@
 
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.datasets import standard_library
 from ckpt_prune.evaluation.image_classes import class_names
@@ -34,7 +35,7 @@ from ckpt_prune.measure.samples.text import (
     tokenizer_of,
 )
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.tasks import GraphTask
+from ckpt_prune.onnx.tasks import GraphTask, Modality
 from ckpt_prune.options.data import ProofOptions
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ WINDOWS, IMAGES, WINDOW = 16, 64, 512
 PAIRS = 64
 FEW_WINDOWS = 1
 """Enough for a graph that is held to a tolerance: its perplexity is compared, not estimated."""
-ROUNDING_SAMPLES = 32
-"""Windows, or images, that rounding is fitted to."""
-CHECKED = {"text": 8, "image": 128}
+ROUNDING_SAMPLES: dict[Modality, int] = {"text": 32, "image": 32, "pairs": 128}
+"""Windows, images or pairs that rounding is fitted to; pairs are shorter than windows."""
+CHECKED: dict[Modality, int] = {"text": 8, "image": 128, "pairs": 32}
 """Others that sets of weights are measured on. An image is one prediction, and a few lose most: what is predicted of
 ViT-Tiny by 16 is off by a factor of up to four, on either side."""
 PER_TOKEN = 16
@@ -63,8 +64,8 @@ class ProofSamples:
     images: ImageSamples | None = None
     pairs: PairWindows | None = None
     """Sources with their targets."""
-    for_rounding: Tensor | ImageSamples | None = None
-    """The data on which rounding is measured: other windows or images, or the same if there are no others."""
+    for_rounding: Tensor | ImageSamples | PairWindows | None = None
+    """The data on which rounding is measured: others than those above, or the same if there are none."""
     description: dict[str, Any] | None = None
     """For the record: where from, how many, window, seed."""
     texts: Sequence[str] = ()
@@ -104,7 +105,7 @@ def choose_proof_samples(
     if task.modality == "pairs":
         if options.text or options.images:
             raise UserError(reads_pairs(folder))
-        return _choose_pairs(folder, options, checkpoint)
+        return _choose_pairs(folder, options, checkpoint, rounded)
     if options.data is not None:
         raise UserError(f"{folder} is no encoder-decoder: --data does not go with it")
     if task.modality == "image":
@@ -118,15 +119,24 @@ def choose_proof_samples(
     return _choose_text(folder, load, task, options, trust, rounded, count)
 
 
-def _choose_pairs(folder: Path, options: ProofOptions, checkpoint: Checkpoint | None) -> ProofSamples:
+def _choose_pairs(folder: Path, options: ProofOptions, checkpoint: Checkpoint | None, rounded: bool) -> ProofSamples:
     if options.data is None:
         return _use_noise(options, "random tokens, no --data being given")
     source = Checkpoint.open(folder, packed=True) if checkpoint is None else checkpoint
     window = options.window or context_length(config_of(folder).get_text_config(decoder=True))
     reader, samples = PairReader(source, window), options.samples or PAIRS
-    pairs = choose_pairs(reader, options.data, "decoder", samples=samples, seed=None)
+    choose = partial(choose_pairs, reader, options.data, "decoder", seed=None)
+    pairs, others = choose(samples=samples), None
+    if rounded:
+        with suppress(NoneLeftError):
+            others = choose(samples=_count_rounded("pairs"), skip=len(pairs))
     described = _describe(options, options.data.name, [options.data], len(pairs), options.window)
-    return ProofSamples(pairs=pairs, description=described)
+    return ProofSamples(pairs=pairs, for_rounding=others or pairs, description=described)
+
+
+def _count_rounded(modality: Modality) -> int:
+    """Return how many samples are chosen to measure rounding on."""
+    return ROUNDING_SAMPLES[modality] + CHECKED[modality]
 
 
 def _choose_text(
@@ -145,7 +155,7 @@ def _choose_text(
         raise UserError(f"--window {window} is longer than the model's context of {context} tokens: give at most that")
     what = ", ".join(path.name for path in options.text)
     generates = task.name == "text-generation"
-    limit = count + ROUNDING_SAMPLES + CHECKED["text"] if rounded else count
+    limit = count + _count_rounded("text") if rounded else count
     try:
         tokenizer = load()
         if options.text:
@@ -207,7 +217,7 @@ def _choose_images(
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
     files = find_all_images(options.images, labels=options.labels, split=split, id2label=classes)
     count = options.samples or min(IMAGES, len(files.paths))
-    more = ROUNDING_SAMPLES + CHECKED["image"] if rounded else 0
+    more = _count_rounded("image") if rounded else 0
     total = max(count, min(count + more, len(files.paths)))
     chosen = choose_images(files, samples=total, seed=options.seed, choose="random")
     processor = load_processor(folder, trust_remote_code=trust)

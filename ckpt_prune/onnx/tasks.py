@@ -21,6 +21,7 @@ PAST, PRESENT = "past_key_values.", "present."
 """Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`.
 Behind an encoder they are `past_key_values.i.decoder.key` of the target, and `past_key_values.i.encoder.key` of the
 encoder's states."""
+Modality = Literal["text", "image", "pairs"]
 _OF_PAIRS: tuple[TaskName, ...] = ("text2text-generation", "automatic-speech-recognition")
 _TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", "text-ranking": "text-generation"}
 """Purpose → the task of its graph, if that has another name."""
@@ -37,7 +38,7 @@ class GraphTask:
     """
 
     name: TaskName
-    modality: Literal["text", "image", "pairs"]
+    modality: Modality
     cached: bool
     stack: GraphStack | None = None
     image: tuple[int, int] | None = field(default=None, compare=False)

@@ -106,9 +106,9 @@ class GraphSettings(Strict):
     grows, or what top-1, agreement or cosine loses. Weights that cost too much are stored in 8 bits, with inputs as
     they are. [default: 2% for int8, 10% for int4 and q4f16]"""
     target_bytes: str | None = option(default=None, metavar="SIZE")
-    """Bytes of the graph of int4 to come down to: 75MB, or 30% of the tensors of MODEL. Weights are stored in blocks of
-    4 or 8 bits and of any size, or in float32, so that the least is lost within the size; --max-loss is what may be
-    lost then."""
+    """Bytes of the graph of int4, or of both of an encoder-decoder, to come down to: 75MB, or 30% of the tensors of
+    MODEL. Weights are stored in blocks of 4 or 8 bits and of any size, or in float32, so that the least is lost within
+    the size; --max-loss is what may be lost then."""
     block_size: Literal[16, 32, 64, 128, 256] | None = option(default=None)
     """Weights that share a scale, along the inputs. [default: 32; the last block is padded if a width is no
     multiple]"""
@@ -119,7 +119,7 @@ class GraphSettings(Strict):
     by block, the fastest on a CPU. 0: onnxruntime decides."""
     rounding: Literal["nearest", "gptq"] = option(default="nearest")
     """How weights of int4 and q4f16 are rounded: to the nearest, or so that later inputs make up for it (GPTQ), by
-    Grams of the inputs on the text or images. In a recipe also those of a GGUF file, by its calibration data."""
+    Grams of the inputs on the text, images or pairs. In a recipe also those of a GGUF file, by its calibration data."""
     format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
     """onnx: a graph for onnxruntime. gguf: a file for llama.cpp, whose name ends in .gguf."""
 

@@ -337,10 +337,6 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert says(*DATA, "--bos", "never") == (
         "--bos, --choose offsets and --choose documents are for --text: they do not go with --data"
     )
-    rounded = ("--set", "export.dtype=int4", "--set", "export.rounding=gptq")
-    assert says(*DATA, "--set", "export.format=onnx", *rounded).startswith(
-        "weights of an encoder-decoder's graphs are all rounded alike, to the nearest: "
-    )
 
 
 @pytest.mark.usefixtures("bart")

@@ -20,10 +20,12 @@ from ckpt_prune.budget.columns import ColumnLosses
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import decimal_bytes, format_duration, plural
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GraphStack, GraphType
 from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.common.spread import spread_evenly
+from ckpt_prune.measure.samples.pairs import PairWindows
 from ckpt_prune.onnx.comparison import make_noise_pixels, make_noise_windows
+from ckpt_prune.onnx.pairs import make_pair_case
 from ckpt_prune.onnx.proof import MAX_LOSS
 from ckpt_prune.onnx.quantization.blocks import (
     Array,
@@ -44,6 +46,7 @@ from ckpt_prune.onnx.quantization.choosing import (
     price_weights,
 )
 from ckpt_prune.onnx.quantization.int8 import quantize_to_int8, round_to_int8
+from ckpt_prune.onnx.quantization.joining import Graphs, join_graphs, start_name
 from ckpt_prune.onnx.quantization.measuring import Feed, Pool, Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import (
     DOMAIN,
@@ -56,7 +59,7 @@ from ckpt_prune.onnx.quantization.weights import (
 from ckpt_prune.onnx.records import KeptWeight, Quantization, describe_ports
 from ckpt_prune.onnx.samples import CHECKED, ROUNDING_SAMPLES, ProofSamples
 from ckpt_prune.onnx.session import Provider, complete_inputs
-from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
+from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask, Modality
 from ckpt_prune.onnx.writing import count_written_bytes
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.recipe.sizes import Size, parse_size
@@ -67,7 +70,7 @@ MARGIN = {"blocks": 0.8, "dynamic": 0.6, "static": 0.8}
 batch shares one range, and the proof has larger batches: SmolLM2 loses 1.5 times as much there."""
 LONG = 30.0
 """A search that takes more seconds than this is announced."""
-HARM_WINDOWS, HARM_TOKENS, HARM_TEXTS, HARM_IMAGES = 4, 64, 16, 16
+HARM_WINDOWS, HARM_TOKENS, HARM_TEXTS, HARM_IMAGES, HARM_PAIRS = 4, 64, 16, 16, 8
 """The data on which the graph runs once for each weight: more would hardly change which weights do harm."""
 CHECKED_TOKENS = 256
 """Of each window that sets of weights are measured on. On the smaller data of single weights one set lost 0.076 nats,
@@ -137,7 +140,7 @@ def allow_harm(max_loss: float, task: GraphTask) -> float:
     Returns:
         KL in nats of each prediction, or for features a share of their energy.
     """
-    if task.name in ("text-generation", "fill-mask"):
+    if task.modality == "pairs" or task.name in ("text-generation", "fill-mask"):
         return math.log1p(max_loss)
     return 2 * max_loss if task.name == "feature-extraction" else 2 * max_loss**2
 
@@ -153,22 +156,17 @@ def check_rounding(settings: GraphSettings, task: GraphTask, *, images: bool, pr
     """Refuse rounded graphs that cannot be, before anything is loaded; `images`: whether there are any."""
     if settings.target_bytes is not None:
         _read_size(settings.target_bytes)
-    if task.modality == "pairs" and (settings.rounding != "nearest" or settings.target_bytes is not None):
-        raise UserError(
-            "weights of an encoder-decoder's graphs are all rounded alike, to the nearest: leave out --rounding gptq "
-            "and --target-bytes"
-        )
     if "int8" in settings.dtype and (provider == "cuda" or settings.optimize == "cuda"):
         raise UserError("--dtype int8: onnxruntime rounds inputs on the CPU alone; for CUDA take int4 or q4f16")
     if "int8" in settings.dtype and task.modality == "image" and not images:
         raise UserError("--dtype int8 of a model of images measures the ranges of its inputs: give --images DIR")
 
 
-def check_block_size(model: onnx_ir.Model, settings: GraphSettings) -> None:
+def check_block_size(graphs: Graphs, settings: GraphSettings) -> None:
     """Refuse a block size that was asked for and does not divide the inputs of a weight."""
     if settings.block_size is None:
         return
-    for weight in find_weights(copy_with_products(model).graph):
+    for weight in find_weights(copy_with_products(join_graphs(graphs)).graph):
         width = weight.shape[0]
         if width % settings.block_size:
             raise UserError(
@@ -198,39 +196,45 @@ class Measuring:
 
 
 def make_measuring(
-    model: onnx_ir.Model,
+    graphs: Graphs,
     task: GraphTask,
     samples: ProofSamples,
     vocabulary: int,
     size: tuple[int, int, int],
     pool: Pool | None = None,
 ) -> Measuring:
-    """Return the data to measure harm on: the samples' own text or images, or noise if there are none.
+    """Return the data to measure harm on: the samples' own text, images or pairs, or noise if there are none.
 
     Args:
-        samples: see `ProofSamples.for_rounding`.
+        samples: see `ProofSamples.for_rounding`; an encoder-decoder needs pairs there.
         vocabulary: of a model of text.
         size: (C, H, W) of a model of images.
         pool: makes the vectors of texts, if it is these that count.
     """
-    own_data = samples.for_rounding
+    model, own_data = join_graphs(graphs), samples.for_rounding
     source = str((samples.description or {}).get("what", "noise"))
     if isinstance(own_data, Tensor) or (own_data is None and task.modality == "text"):
         windows = make_noise_windows(vocabulary, HARM_TOKENS, samples.seed) if own_data is None else own_data
-        fitted, others = _hold_out(windows, CHECKED["text"])
+        fitted, others = (windows[rows] for rows in _hold_out(len(windows), "text"))
         few, rows = (HARM_WINDOWS, 1) if pool is None else (HARM_TEXTS, HARM_TEXTS)
         long = others[:, :CHECKED_TOKENS]
-        feeds: Sequence[Feed] = [_feed_text(model, windows[:few, :HARM_TOKENS])]
+        feeds: Sequence[Feed] = [_feed_tokens(model, {"input_ids": windows[:few, :HARM_TOKENS]})]
         checked, calibration = (
-            list[Feed](_feed_text(model, some) for some in torch.split(part, rows)) for part in (long, fitted)
+            list[Feed](_feed_tokens(model, {"input_ids": some}) for some in torch.split(part, rows))
+            for part in (long, fitted)
         )
         what = f"{source}: {plural(len(long), 'window')} of {plural(long.shape[1], 'token')}"
+    elif isinstance(own_data, PairWindows):
+        # One by one, so that none is padded.
+        every = [_feed_tokens(model, make_pair_case(own_data, row, row + 1).feed) for row in range(len(own_data))]
+        calibration, checked = (every[rows] for rows in _hold_out(len(every), "pairs"))
+        feeds, what = every[:HARM_PAIRS], f"{source}: {plural(len(checked), 'pair')}"
     else:
         everything = slice(None)
         pixels = (
             make_noise_pixels(size, samples.seed) if own_data is None else own_data.batch(everything)["pixel_values"]
         )
-        fitted, others = _hold_out(pixels, CHECKED["image"])
+        fitted, others = (pixels[rows] for rows in _hold_out(len(pixels), "image"))
         feeds = [{"pixel_values": pixels[:HARM_IMAGES].numpy()}]
         checked, calibration = (
             list[Feed]({"pixel_values": some.numpy()} for some in torch.split(part, HARM_IMAGES))
@@ -244,22 +248,23 @@ def make_measuring(
     return Measuring(feeds, calibration, logits or outputs, bool(logits), what, checked, pool)
 
 
-def _hold_out(samples: Tensor, checked: int) -> tuple[Tensor, Tensor]:
-    """Return samples to fit to, and others to measure sets of weights on; all for both if there is one.
+def _hold_out(count: int, modality: Modality) -> tuple[slice, slice]:
+    """Return which samples to fit to, and which others to measure sets of weights on; all for both if there is one.
 
-    Args:
-        checked: of these others, there are so many for every `ROUNDING_SAMPLES` to fit to, if there are enough.
+    Of the others there are `CHECKED` for every `ROUNDING_SAMPLES` to fit to, if there are enough.
     """
-    count = len(samples)
-    fitted = max(count * ROUNDING_SAMPLES // (ROUNDING_SAMPLES + checked), min(count // 2, ROUNDING_SAMPLES))
-    return (samples[:fitted], samples[fitted:]) if fitted else (samples, samples)
+    most, checked = ROUNDING_SAMPLES[modality], CHECKED[modality]
+    fitted = max(count * most // (most + checked), min(count // 2, most))
+    return (slice(fitted), slice(fitted, None)) if fitted else (slice(None), slice(None))
 
 
-def _feed_text(model: onnx_ir.Model, ids: Tensor) -> Feed:
-    feed = complete_inputs({"input_ids": ids})
+def _feed_tokens(model: onnx_ir.Model, tokens: dict[str, Tensor]) -> Feed:
+    """Return all that a graph reads of texts or pairs without padding, with a cache of no tokens."""
+    feed = complete_inputs(tokens) if "input_ids" in tokens else tokens
     shapes = {port.name: port.shape for port in describe_ports(model.graph.inputs)}
+    batch = len(next(iter(tokens.values())))
     past = {
-        name: torch.zeros(len(ids), int(shape[1]), 0, int(shape[3]))
+        name: torch.zeros(batch, int(shape[1]), 0, int(shape[3]))
         for name, shape in shapes.items()
         if name.startswith(PAST)
     }
@@ -291,35 +296,86 @@ class Scale:
 
 @dataclass
 class Decision:
-    """How each weight is stored: in `blocks`, in `int8` with its inputs, or `plain`; `record` is for the folder."""
+    """How each weight is stored.
+
+    Attributes:
+        choice: the label of each; names of those of an encoder-decoder begin with that of its stack.
+        blocks: of those that are stored so.
+        unit, measured_on: as of `Quantization`.
+    """
 
     scheme: Scheme
-    blocks: dict[str, Blocks]
-    int8: frozenset[str]
-    plain: frozenset[str]
-    record: Quantization = field(repr=False)
+    choice: Choice
+    blocks: dict[str, Blocks] = field(repr=False)
+    unit: Literal["KL", "energy"]
+    measured_on: str
+
+    def of(self, stack: GraphStack | None) -> "Decision":
+        """Return what is decided of the graph of one stack, by the names that weights have in it."""
+        start, choice = start_name(stack), self.choice
+
+        def of_stack(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+
+        named: dict[str, Any] = {name: of_stack(getattr(choice, name)) for name in ("labels", "alone", "at_once")}
+        more = tuple(of_stack(dict.fromkeys(choice.more)))
+        return replace(self, choice=replace(choice, more=more, **named), blocks=of_stack(self.blocks))
+
+    def find(self, label: Literal["int8", "float32"]) -> frozenset[str]:
+        """Return the weights that are in int8 with their inputs, or stay as they are."""
+        return frozenset(name for name, each in self.choice.labels.items() if each == label)
+
+    @property
+    def record(self) -> Quantization:
+        """What the folder's record says of it."""
+        scheme, choice = self.scheme, self.choice
+        kinds = [self._words(label) for label in choice.labels.values()]
+        kept = [
+            KeptWeight(name=name, harm=choice.alone.get(name, 0.0), at_once=choice.at_once.get(name, 1))
+            for name in choice.more
+        ]
+        return Quantization(
+            scheme=scheme.kind,
+            bits=scheme.bits,
+            block_size=scheme.block,
+            symmetric=scheme.symmetric,
+            accuracy_level=scheme.accuracy,
+            rounding=scheme.rounding,
+            weights={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            padded=sum(each.rows % each.grid.block != 0 for each in self.blocks.values()),
+            kept=[] if scheme.blocks else kept,
+            loss=choice.together if np.isfinite(choice.together) else None,
+            allowed=scheme.allowed,
+            unit=self.unit,
+            measured_on=self.measured_on,
+        )
+
+    def _words(self, label: Label) -> str:
+        if not isinstance(label, BlockRounding):
+            return label
+        return f"{label.bits}-bit blocks" + ("" if label.block == self.scheme.block else f" of {label.block}")
 
 
-def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> Decision:
+def decide(graphs: Graphs, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> Decision:
     """Choose how each weight is stored.
 
     Args:
-        model: the graph in float32; not changed.
-        scheme: how most of them are to be, or what the file may weigh.
+        graphs: in float32; not changed. Weights of several are chosen together, by one size or loss of all.
+        scheme: how most of them are to be, or what the files may weigh.
         measuring: what harm is measured on; None: all are stored alike, rounded to the nearest.
-        scratch: folder for copies of the graph meanwhile.
+        scratch: folder for copies of the graphs meanwhile.
 
     Raises:
-        UserError: no forms make a graph as small as the scheme says.
+        UserError: no forms make graphs as small as the scheme says.
     """
     if measuring is None:
-        return Decider(model, scheme, None, scratch).as_first()
-    decider = Decider(model, scheme, measuring, scratch)
+        return Decider(graphs, scheme, None, scratch).as_first()
+    decider = Decider(graphs, scheme, measuring, scratch)
     return decider.within_loss() if scheme.limit is None else decider.within_bytes(scheme.limit)
 
 
 class Decider:
-    """Decides about the weights of one graph, whose harms are measured once.
+    """Decides about the weights of a model's graphs, whose harms are measured once.
 
     Args: as of `decide`.
 
@@ -330,12 +386,13 @@ class Decider:
 
     reference: "Decider | None" = None
 
-    def __init__(self, model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
-        self._model, self.scheme, self._measuring, self._scratch = model, scheme, measuring, scratch
-        self._weights = {weight.name: weight for weight in find_weights(copy_with_products(model).graph)}
+    def __init__(self, graphs: Graphs, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
+        self._graphs, self._model = graphs, join_graphs(graphs)
+        self.scheme, self._measuring, self._scratch = scheme, measuring, scratch
+        self._weights = {weight.name: weight for weight in find_weights(copy_with_products(self._model).graph)}
         self._grams: dict[str, tuple[Tensor, int]] = {}
         if scheme.rounding == "gptq" and measuring is not None:
-            self._grams = measure_grams(model, measuring.calibration, scratch)
+            self._grams = measure_grams(self._model, measuring.calibration, scratch)
         self._blocks: dict[tuple[str, BlockRounding, bool], Blocks] = {}
         self._longest = 0.0  # seconds that a set took to be measured
 
@@ -494,7 +551,7 @@ class Decider:
         return self._decide(choice)
 
     def within_bytes(self, limit: int) -> Decision:
-        """Store weights so that the file has at most so many bytes and its outputs are predicted to lose least."""
+        """Store weights so that the files have at most so many bytes and outputs are predicted to lose least."""
         outside, over = self.check_bytes(limit), 0
         while True:
             choice = self.prices.at_cost(limit - outside - over)
@@ -509,7 +566,7 @@ class Decider:
         Weights are stored for that so that the file has about this size, or loss, by GPTQ if the scheme says so.
 
         Args:
-            limit: bytes of the file; None: `loss` counts.
+            limit: bytes of the files; None: `loss` counts.
         """
         least, of_weights = self._least
         outside = least - of_weights
@@ -591,16 +648,17 @@ class Decider:
         if least - saved > limit:
             fewest = "the fewest columns and tokens that are tried"
             pruned = f", and with {fewest} {decimal_bytes(least - saved)}" if narrow else ""
+            alone, reach = None in self._graphs, "out of reach: with all weights in blocks of 4 bits"
             raise UserError(
-                f"a graph of {decimal_bytes(limit)} is out of reach: with all weights in blocks of 4 bits it has "
-                f"{decimal_bytes(least)}{pruned}; ask for more, or prune first: `prune`, or `prune --vocabulary` where "
-                "the embedding is large"
+                f"{'a graph' if alone else 'graphs'} of {decimal_bytes(limit)} {'is' if alone else 'together are'} "
+                f"{reach} {'it has' if alone else 'they have'} {decimal_bytes(least)}{pruned}; ask for more, or prune "
+                "first: `prune`, or `prune --vocabulary` where the embedding is large"
             )
         return least - of_weights
 
     @cached_property
     def _least(self) -> tuple[int, int]:
-        """Bytes of the smallest file, and of its weights."""
+        """Bytes of the smallest files, and of their weights."""
         smallest = {name: min(forms, key=lambda form: form.cost) for name, forms in self.forms.items()}
         nearest = copy(self)  # however weights are rounded, they take as much, and GPTQ takes long
         nearest._grams = {}
@@ -608,42 +666,21 @@ class Decider:
         return self._count_bytes(decision), sum(form.cost for form in smallest.values())
 
     def _count_bytes(self, decision: Decision) -> int:
-        return count_written_bytes(store(self._model, decision, self._measuring, self._scratch))
+        return sum(
+            count_written_bytes(store(graph, decision.of(stack), self._measuring, self._scratch))
+            for stack, graph in self._graphs.items()
+        )
 
     def _decide(self, choice: Choice) -> Decision:
-        scheme, measuring, labels = self.scheme, self._measuring, choice.labels
         blocks = {
-            name: self._rounded(name, label) for name, label in labels.items() if isinstance(label, BlockRounding)
+            name: self._rounded(name, label)
+            for name, label in choice.labels.items()
+            if isinstance(label, BlockRounding)
         }
-        kinds = [self._words(label) for label in labels.values()]
-        kept = [
-            KeptWeight(name=name, harm=choice.alone.get(name, 0.0), at_once=choice.at_once.get(name, 1))
-            for name in choice.more
-        ]
-        record = Quantization(
-            scheme=scheme.kind,
-            bits=scheme.bits,
-            block_size=scheme.block,
-            symmetric=scheme.symmetric,
-            accuracy_level=scheme.accuracy,
-            rounding=scheme.rounding,
-            weights={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-            padded=sum(self._weights[name].shape[0] % each.grid.block != 0 for name, each in blocks.items()),
-            kept=[] if scheme.blocks else kept,
-            loss=choice.together if np.isfinite(choice.together) else None,
-            allowed=scheme.allowed,
-            unit="KL" if measuring is None or measuring.classes else "energy",
-            measured_on="nothing: all weights are rounded alike" if measuring is None else measuring.what,
-        )
-        int8, plain = (
-            frozenset(name for name, each in labels.items() if each == label) for label in ("int8", "float32")
-        )
-        return Decision(scheme, blocks, int8, plain, record)
-
-    def _words(self, label: Label) -> str:
-        if not isinstance(label, BlockRounding):
-            return label
-        return f"{label.bits}-bit blocks" + ("" if label.block == self.scheme.block else f" of {label.block}")
+        measuring = self._measuring
+        if measuring is None:
+            return Decision(self.scheme, choice, blocks, "KL", "nothing: all weights are rounded alike")
+        return Decision(self.scheme, choice, blocks, "KL" if measuring.classes else "energy", measuring.what)
 
 
 def _digest(matrix: Array) -> str:
@@ -659,14 +696,14 @@ def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None,
         scratch: folder for copies of the graph meanwhile.
     """
     copy, scheme = copy_with_products(model), decision.scheme
-    graph = copy.graph
+    graph, int8, plain = copy.graph, decision.find("int8"), decision.find("float32")
     nodes: list[str] = []
     for weight in find_weights(graph):
-        if weight.name in decision.int8:
+        if weight.name in int8:
             nodes += [node.name or "" for node in weight.products]
             store_untransposed(graph, weight)
             continue
-        if weight.name in decision.plain:
+        if weight.name in plain:
             continue
         blocks = decision.blocks.get(weight.name)
         if blocks is None:  # the name of another trace

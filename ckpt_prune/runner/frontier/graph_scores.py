@@ -1,6 +1,7 @@
 """Measures graphs of a frontier: how predictions in onnxruntime differ from the dense model's, and their speed."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,14 @@ from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.onnx.export import count_graph_bytes
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.pairs import OnnxPair, make_pair_case
 from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import OnnxModel, complete_inputs
 from ckpt_prune.onnx.tasks import GraphTask
 
-BATCH = 8
-"""Images that are timed."""
+BATCH, PAIRS = 8, 4
+"""Images, and pairs, that are timed."""
 
 
 def load_in_float(folder: Path, *, trust: bool, unpack: bool = False) -> Any:
@@ -62,28 +64,38 @@ class GraphScores:
         """Free the memory of the dense model."""
         self._held.let_go()
 
-    def score(self, place: Path, described: Path, parts: TokenParts | None) -> FileScore:
-        """Run a graph, and compare it with the dense model.
+    def score(self, place: Path, files: Sequence[str], described: Path, parts: TokenParts | None) -> FileScore:
+        """Run a graph, or both of an encoder-decoder, and compare it with the dense model.
 
         Args:
-            place: of the graph.
+            place: folder of the graphs.
+            files: of the graph, or of the encoder's and the decoder's.
             described: folder with its config.json.
             parts: how a graph with fewer tokens writes a token; None: it has all.
         """
-        graph = OnnxModel(place.parent, place.name, described=described)
+        graph: OnnxModel | OnnxPair
+        if len(files) == 1:
+            graph = OnnxModel(place, files[0], described=described)
+        else:
+            graph = OnnxPair(place, files, described=described)
         try:
             score = self._compare(graph, described, parts)
             ms = None
-            if self.workload is not None:
+            if self.workload is not None and isinstance(graph, OnnxModel):
                 ms = time_fastest([GraphTimer(graph)], self.workload, "timing the graph")[0] / 1e6
-            size, speeds = count_graph_bytes(place.parent, place.name), (self._time(graph, parts),)
+            size, speeds = sum(count_graph_bytes(place, file) for file in files), (self._time(graph, parts),)
         finally:
             graph.close()
         return replace(score, bytes=size, speeds=speeds, ms=ms)
 
-    def _compare(self, graph: OnnxModel, described: Path, parts: TokenParts | None) -> FileScore:
+    def _compare(self, graph: OnnxModel | OnnxPair, described: Path, parts: TokenParts | None) -> FileScore:
         """Return a score without size and times."""
         task, samples = self.task, self.samples
+        if isinstance(graph, OnnxPair):
+            assert samples.pairs is not None
+            targets = compare(cast(Any, graph), self._held.get(), samples.pairs)
+            self.dense = targets.reference_score.perplexity
+            return FileScore(0, targets.kl, targets.score.perplexity, (), top1=targets.top1_agreement)
         if task.name == "text-generation":
             assert samples.windows is not None
             if parts is not None:
@@ -118,9 +130,13 @@ class GraphScores:
         """The dense model, to be run block by block if it can be: its states are then made once for all graphs."""
         return open_streamed(self.folder) or self._held.get()
 
-    def _time(self, graph: OnnxModel, parts: TokenParts | None) -> float:
-        """Return the tokens, or images, that a graph reads a second."""
+    def _time(self, graph: OnnxModel | OnnxPair, parts: TokenParts | None) -> float:
+        """Return the tokens, of targets, or images that a graph reads a second."""
         samples = self.samples
+        if isinstance(graph, OnnxPair):
+            assert samples.pairs is not None
+            case = make_pair_case(samples.pairs, min(PAIRS, len(samples.pairs)))
+            return _time_run(lambda: graph.read(case.feed), int(case.targets.sum()))
         if samples.images is not None:
             feed = {"pixel_values": samples.images.batch(slice(0, BATCH))["pixel_values"]}
             items = len(feed["pixel_values"])
@@ -129,10 +145,15 @@ class GraphScores:
             ids = samples.windows[:1] if parts is None else write_with(samples.windows[:1], parts).windows
             feed = complete_inputs({"input_ids": ids}) | graph.empty_cache(1)
             items = ids.shape[1]
-        graph.run(feed)
-        start = perf_counter()
-        graph.run(feed)
-        return items / (perf_counter() - start)
+        return _time_run(lambda: graph.run(feed), items)
+
+
+def _time_run(run: Callable[[], Any], items: int) -> float:
+    """Return the items a second of the second run."""
+    run()
+    start = perf_counter()
+    run()
+    return items / (perf_counter() - start)
 
 
 def open_streamed(folder: Path) -> StreamedModel | None:

@@ -35,7 +35,7 @@ from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.formatting import decimal_bytes, plural
-from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
+from ckpt_prune.common.graph_types import GraphType, name_graph
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.fewer_tokens import TextCosts, TokenParts
 from ckpt_prune.evaluation.sentences import cut_texts
@@ -47,10 +47,10 @@ from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer
 from ckpt_prune.model.composites import is_encoder_decoder
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
-from ckpt_prune.onnx.export import complete_folder, measure_for, save_entry
+from ckpt_prune.onnx.export import complete_folder, measure_for, save_entries
 from ckpt_prune.onnx.metrics import is_of_sentences
 from ckpt_prune.onnx.quantization.choosing import Prices
-from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
+from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme
 from ckpt_prune.onnx.records import GraphEntry, Manifest
 from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA
@@ -262,7 +262,7 @@ def _within_loss(
     maker: "GraphMaker", results: list[MeasuredRounded], loss: float, prefix: str = ""
 ) -> Iterator[tuple["GraphMaker", str, GraphType, Decide]]:
     def stored(decision: Decision) -> Any:
-        return decision.blocks, decision.int8, decision.plain
+        return decision.choice.labels
 
     def decide(allowed: float) -> Decision:
         if allowed <= maker.by_tokens:
@@ -483,18 +483,18 @@ class GraphMaker:
     def _traced(self) -> Any:
         self.scores.let_go()
         model = self._load(unpack=True)
-        log = self.staging.scratch / "export-error.log"
-        graph = trace_model(remove_head(model, self.task), self.task, opset=None, fusions=None, log=log)
+        how: dict[str, Any] = {"opset": None, "fusions": None, "log": self.staging.scratch / "export-error.log"}
+        graphs = {task.stack: trace_model(remove_head(model, task), task, **how) for task in self.task.graphs}
         samples = self.samples
         if self.options.text:  # what rounding is measured on is other text than graphs are
             names = ", ".join(path.name for path in self.options.text)
             samples = replace(samples, description={"what": names})
-        return graph, measure_for(model, graph, self.task, samples, self.source.whole)
+        return graphs, measure_for(model, graphs, self.task, samples, self.source.whole)
 
     def _decider(self, dtype: Any, **changes: Any) -> Decider:
-        graph, measuring = self._traced
+        graphs, measuring = self._traced
         scheme = make_scheme(dtype, GraphSettings(dtype=dtype), self.task, ranges=self.samples.images is not None)
-        decider = Decider(graph, replace(scheme, **changes), measuring, self.staging.scratch)
+        decider = Decider(graphs, replace(scheme, **changes), measuring, self.staging.scratch)
         decider.reference = None if self._dense is None or self.kept is not None else self._dense.unpriced
         return decider
 
@@ -529,24 +529,23 @@ class GraphMaker:
 
     # ---- candidates ------------------------------------------------------------------------------------------------
 
-    def _place(self, name: str, dtype: GraphType) -> Path:
-        """Return the file of a candidate's graph, which has the name that `export` gives it."""
-        return self.staging.scratch / name.replace(" ", "-").replace(",", "") / GRAPH_FILES[dtype]
+    def _place(self, name: str) -> Path:
+        """Return the folder of a candidate's graphs, which have the names that `export` gives them."""
+        return self.staging.scratch / name.replace(" ", "-").replace(",", "")
 
     def measure(self, name: str, dtype: GraphType, decide: Decide, say: Notices) -> MeasuredRounded:
-        """Make a graph and measure it, unless an earlier run has."""
-        place, journal = self._place(name, dtype), self.staging.journal
-        if name in journal.notes and place.is_file():
+        """Make a graph, or both of an encoder-decoder, and measure it, unless an earlier run has."""
+        place, journal = self._place(name), self.staging.journal
+        files = [name_graph(dtype, task.stack) for task in self.task.graphs]
+        if name in journal.notes and all((place / file).is_file() for file in files):
             result = Measured.read(RoundedCandidate, journal.notes[name]["found"])
             self.scores.dense = journal.notes[name]["dense"]
             return result
         say(f"making and measuring: {name}")
         decision = decide()
-        graph, measuring = self._traced
-        if decision is not None:
-            graph = store(graph, decision, measuring, self.staging.scratch)
-        place.parent.mkdir(exist_ok=True)
-        entry = save_entry(graph, place.parent, dtype, decision)
+        graphs, measuring = self._traced
+        place.mkdir(exist_ok=True)
+        entries = save_entries(graphs, place, dtype, decision, measuring, scratch=self.staging.scratch)
         if decision is None:
             candidate = RoundedCandidate(name, dtype, None, "nearest")
         else:
@@ -555,8 +554,9 @@ class GraphMaker:
             candidate = RoundedCandidate(name, dtype, lost, record.rounding, record.kinds, COUNTED, by_budget)
         rows = None if self.kept is None else len(self.kept)
         candidate = replace(candidate, columns=self.columns, rows=rows, commands=self._commands(candidate))
-        result = Measured(candidate, self.scores.score(place, self.source.path, self._parts))
-        journal.record(name, note={"found": result.note(), "dense": self.scores.dense, "entry": entry.model_dump()})
+        result = Measured(candidate, self.scores.score(place, files, self.source.path, self._parts))
+        made = [entry.model_dump() for entry in entries]
+        journal.record(name, note={"found": result.note(), "dense": self.scores.dense, "entries": made})
         say(f"{name}: {decimal_bytes(result.score.bytes)}, {self.record([result], result, '').words_of(result.score)}")
         return result
 
@@ -631,14 +631,14 @@ class GraphMaker:
 
     def _write_best(self, best: MeasuredRounded, folder: Path) -> tuple[Manifest, Callable[..., str]]:
         """Write the best graph with what it is loaded by, and its record; return that, and what makes the card."""
-        entry = GraphEntry.model_validate(self.staging.journal.notes[best.candidate.name]["entry"])
-        place = self._place(best.candidate.name, best.candidate.dtype)
-        for file in (place, place.with_name(f"{place.name}{DATA}")):
-            if file.is_file():  # small graphs hold their weights
-                file.rename(folder / file.name)
+        notes = self.staging.journal.notes[best.candidate.name]["entries"]
+        entries, place = [GraphEntry.model_validate(note) for note in notes], self._place(best.candidate.name)
+        for file in (f"{entry.file}{ending}" for entry in entries for ending in ("", DATA)):
+            if (place / file).is_file():  # small graphs hold their weights
+                (place / file).rename(folder / file)
         config = config_of(self.source.whole, trust=self.options.trust_remote_code or bool(self.pruned_by))
         generation = self._read_generation(config)
-        return complete_folder(folder, self.source, self.task, [entry], config.get_text_config(), generation)
+        return complete_folder(folder, self.source, self.task, entries, config.get_text_config(), generation)
 
     def _read_generation(self, config: Any) -> GenerationConfig | None:
         """Return how the model generates, as transformers loads it; None of one that does not."""

@@ -150,8 +150,8 @@ def test_experts_are_rounded_one_by_one(tmp_path, monkeypatch, kind, rounding):
     """All in one tensor they stayed in float32. One that no token was sent to has no Gram, and runs on no rows."""
     model = mixture()
     names = {f"experts.{e}" for e in range(EXPERTS)}
-    decision = decide(model, scheme(kind, 4 if kind == "blocks" else 8, rounding=rounding), MEASURING, tmp_path)
-    assert decision.blocks.keys() | decision.int8 == names | {"table"}
+    decision = decide({None: model}, scheme(kind, 4 if kind == "blocks" else 8, rounding=rounding), MEASURING, tmp_path)
+    assert decision.blocks.keys() | decision.find("int8") == names | {"table"}
     stored = store(model, decision, MEASURING, tmp_path)
     if kind == "blocks":
         array = model.graph.initializers["experts"].const_value.numpy()
@@ -172,7 +172,7 @@ def test_experts_are_rounded_one_by_one(tmp_path, monkeypatch, kind, rounding):
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_was_measured_is_what_is_stored(tmp_path, bits, rounding):
-    decision = decide(MODEL, scheme(bits=bits, rounding=rounding), MEASURING, tmp_path)
+    decision = decide({None: MODEL}, scheme(bits=bits, rounding=rounding), MEASURING, tmp_path)
     stored = store(MODEL, decision, MEASURING, tmp_path)
     assert decision.record.weights == {f"{bits}-bit blocks": 4}
     assert decision.record.padded == 4  # 40 is no multiple of 16
@@ -187,14 +187,14 @@ def test_what_was_measured_is_what_is_stored(tmp_path, bits, rounding):
 
 def test_the_graph_that_is_given_is_left_alone(tmp_path):
     before = operators(MODEL)
-    store(MODEL, decide(MODEL, scheme(), MEASURING, tmp_path), MEASURING, tmp_path)
+    store(MODEL, decide({None: MODEL}, scheme(), MEASURING, tmp_path), MEASURING, tmp_path)
     assert operators(MODEL) == before
     assert set(MODEL.graph.initializers) >= NAMES
 
 
 def test_the_most_harmful_stay_in_eight_bits(tmp_path):
-    free = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
-    decision = decide(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
+    free = decide({None: MODEL}, scheme(), MEASURING, tmp_path).record.loss
+    decision = decide({None: MODEL}, scheme(allowed=free / 3), MEASURING, tmp_path)
     record = decision.record
     assert record.kept
     assert record.weights["8-bit blocks"] == len(record.kept)
@@ -217,7 +217,7 @@ def test_a_size_is_kept_to_and_more_bytes_lose_no_more(tmp_path, rounding):
     plain = count_written_bytes(MODEL)
     losses, kinds = [], set()
     for limit in (15_100, 16_000, 18_000, 22_000, 30_000, plain + 2_000):
-        decision = decide(MODEL, sized(limit, rounding), MEASURING, tmp_path)
+        decision = decide({None: MODEL}, sized(limit, rounding), MEASURING, tmp_path)
         stored = store(MODEL, decision, MEASURING, tmp_path)
         write_graph(stored, tmp_path / "stored.onnx")
         assert (tmp_path / "stored.onnx").stat().st_size == count_written_bytes(stored) <= limit
@@ -233,18 +233,18 @@ def test_a_size_below_that_of_four_bits_is_refused_with_the_least_size(tmp_path)
     with pytest.raises(
         UserError, match=r"5 KB is out of reach: .* 4 bits it has [\d.]+ KB; ask for more, or prune first"
     ) as refused:
-        decide(MODEL, sized(5_000), MEASURING, tmp_path)
+        decide({None: MODEL}, sized(5_000), MEASURING, tmp_path)
     least = float(re.search(r"it has ([\d.]+) KB", str(refused.value))[1])
-    decide(MODEL, sized(round(least * 1e3)), MEASURING, tmp_path)
+    decide({None: MODEL}, sized(round(least * 1e3)), MEASURING, tmp_path)
 
 
 def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
     more = replace(MEASURING, checked=FEEDS[1:])
-    free = decide(MODEL, scheme(), more, tmp_path)
+    free = decide({None: MODEL}, scheme(), more, tmp_path)
     apart = np.mean([divergence(store(MODEL, free, more, tmp_path), feed) for feed in FEEDS[1:]])
     assert free.record.loss == pytest.approx(apart, rel=1e-3)
-    decision = decide(MODEL, scheme(allowed=apart / 3), more, tmp_path)
-    same = decide(MODEL, scheme(allowed=apart / 3), MEASURING, tmp_path)
+    decision = decide({None: MODEL}, scheme(allowed=apart / 3), more, tmp_path)
+    same = decide({None: MODEL}, scheme(allowed=apart / 3), MEASURING, tmp_path)
     assert decision.record.kept
     harms = [{entry.name: entry.harm for entry in decided.record.kept} for decided in (decision, same)]
     common = harms[0].keys() & harms[1].keys()
@@ -253,7 +253,7 @@ def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
 
 
 def test_a_long_search_is_announced_by_what_a_run_took(tmp_path, monkeypatch, capsys):
-    free = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
+    free = decide({None: MODEL}, scheme(), MEASURING, tmp_path).record.loss
     clock = [0.0]
     run = Probe._run
 
@@ -261,7 +261,7 @@ def test_a_long_search_is_announced_by_what_a_run_took(tmp_path, monkeypatch, ca
         clock[0] += 10
         return run(*arguments)
 
-    decider = Decider(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
+    decider = Decider({None: MODEL}, scheme(allowed=free / 3), MEASURING, tmp_path)
     assert decider._probe  # the graph as it is runs once
     monkeypatch.setattr(progress, "now", lambda: clock[0])
     monkeypatch.setattr(Probe, "_run", take_ten_seconds)
@@ -288,14 +288,14 @@ def test_nothing_is_written_but_in_the_folder_that_is_given(tmp_path, monkeypatc
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     (tmp_path / "scratch").mkdir()
     settings = scheme(kind, 4 if kind == "blocks" else 8, rounding="gptq" if kind == "blocks" else "nearest")
-    store(MODEL, decide(MODEL, settings, MEASURING, tmp_path / "scratch"), MEASURING, tmp_path / "scratch")
+    store(MODEL, decide({None: MODEL}, settings, MEASURING, tmp_path / "scratch"), MEASURING, tmp_path / "scratch")
     assert [path.name for path in tmp_path.rglob("*")] == ["scratch"]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_inputs_in_eight_bits(tmp_path, kind):
     same = Measuring(FEEDS[:1], FEEDS[:1], ("logits",), classes=True, what="random tokens")
-    decision = decide(MODEL, scheme(kind, 8), same, tmp_path)
+    decision = decide({None: MODEL}, scheme(kind, 8), same, tmp_path)
     assert decision.record.weights == {"8-bit blocks": 1, "int8": 3}
     stored = store(MODEL, decision, same, tmp_path)
     there = operators(stored)
@@ -308,20 +308,20 @@ def test_inputs_in_eight_bits(tmp_path, kind):
 
 
 def test_products_that_lose_too_much_with_their_inputs_keep_them(tmp_path):
-    decision = decide(MODEL, scheme("dynamic", 8, allowed=0.0), MEASURING, tmp_path)
+    decision = decide({None: MODEL}, scheme("dynamic", 8, allowed=0.0), MEASURING, tmp_path)
     assert decision.record.weights == {"8-bit blocks": 4}
     assert "MatMulInteger" not in operators(store(MODEL, decision, MEASURING, tmp_path))
 
 
 def test_where_inputs_are_rounded_as_they_come_less_of_the_allowance_is_used(tmp_path):
-    lost = decide(MODEL, scheme("dynamic", 8), MEASURING, tmp_path).record.loss
+    lost = decide({None: MODEL}, scheme("dynamic", 8), MEASURING, tmp_path).record.loss
     allowed = lost / 0.7  # between the shares of it
-    assert decide(MODEL, scheme("dynamic", 8, allowed=allowed), MEASURING, tmp_path).record.kept
-    lost = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
-    assert not decide(MODEL, scheme(allowed=lost / 0.7), MEASURING, tmp_path).record.kept
+    assert decide({None: MODEL}, scheme("dynamic", 8, allowed=allowed), MEASURING, tmp_path).record.kept
+    lost = decide({None: MODEL}, scheme(), MEASURING, tmp_path).record.loss
+    assert not decide({None: MODEL}, scheme(allowed=lost / 0.7), MEASURING, tmp_path).record.kept
 
 
 def test_without_anything_to_measure_on_all_are_stored_alike(tmp_path):
-    decision = decide(MODEL, scheme(rounding="gptq"), None, tmp_path)
+    decision = decide({None: MODEL}, scheme(rounding="gptq"), None, tmp_path)
     assert (decision.record.weights, decision.record.loss) == ({"4-bit blocks": 4}, None)
     assert decision.record.measured_on == "nothing: all weights are rounded alike"
