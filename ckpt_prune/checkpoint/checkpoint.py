@@ -402,18 +402,22 @@ class Checkpoint:
                 )
         return digest.hexdigest()
 
+    @property
+    def stored_config(self) -> dict[str, Any]:
+        """The values of config.json before a view changed any (`stated`)."""
+        absent = {key for key, value in self.stated.items() if value is None}
+        return {key: value for key, value in {**self.config, **self.stated}.items() if key not in absent}
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of the files, whatever the view: config, names, shapes and a sample of the bytes.
 
         See `digests.checkpoint_fingerprint`.
         """
-        absent = {key for key, value in self.stated.items() if value is None}
-        config = {key: value for key, value in {**self.config, **self.stated}.items() if key not in absent}
         tensors = [info for name, info in self.stored.items() if name not in self.copies]
         other_parts = () if self.within is None else self.within.rest.values()
         left_out = (*self.ignored.values(), *self.shadowed.values())
-        return checkpoint_fingerprint(self.path, config, [*tensors, *left_out, *other_parts])
+        return checkpoint_fingerprint(self.path, self.stored_config, [*tensors, *left_out, *other_parts])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

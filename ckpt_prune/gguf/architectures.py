@@ -225,6 +225,32 @@ BERT_OUTER = {
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "token_embd_norm",
 }
+ENCODER_DECODER = "t5"
+"""The architecture that has both."""
+SHORT_NAMES = {"encoder": "enc", "decoder": "dec"}
+"""Stack → how names of its tensors begin in a file."""
+_T5_ATTENTION = {each: f"attn_{each}" for each in "qkvo"}
+_T5_COLUMNS = {"wi": "ffn_up", "wi_0": "ffn_gate", "wi_1": "ffn_up", "wo": "ffn_down"}
+_T5_SELF = {
+    **{f"layer.0.SelfAttention.{module}": tensor for module, tensor in _T5_ATTENTION.items()},
+    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
+    "layer.0.layer_norm": "attn_norm",
+}
+
+
+def _t5_columns(layer: int) -> dict[str, str]:
+    columns = {f"layer.{layer}.DenseReluDense.{module}": tensor for module, tensor in _T5_COLUMNS.items()}
+    return columns | {f"layer.{layer}.layer_norm": "ffn_norm"}
+
+
+OF_ENCODER = _T5_SELF | _t5_columns(1)
+OF_DECODER = {
+    **_T5_SELF,
+    **{f"layer.1.EncDecAttention.{module}": f"cross_{tensor}" for module, tensor in _T5_ATTENTION.items()},
+    "layer.1.layer_norm": "cross_attn_norm",
+    **_t5_columns(2),
+}
+"""Modules of a block of T5's encoder, and of its decoder."""
 DENSE = ("2_Dense.linear", "3_Dense.linear")
 """Modules of sentence-transformers behind the pooling of EmbeddingGemma, which llama.cpp has, too."""
 SILU = ("silu", "swish")
@@ -317,6 +343,7 @@ class Architecture:
             "erf" or "tanh": what its class always computes.
         encodes: it makes hidden states of a text, of which all tokens see each other, and generates none. Names of its
             modules are those of the base model.
+        stacked: it is an encoder with a decoder behind it, or such an encoder (`stacks`); `block` says nothing.
     """
 
     name: str
@@ -385,6 +412,7 @@ class Architecture:
     context: str = "max_position_embeddings"
     gelu: str = ""
     encodes: bool = False
+    stacked: bool = False
 
     @property
     def embedding(self) -> str:
@@ -1063,6 +1091,9 @@ ARCHITECTURES = (
                  counts={"attention.sliding_window": "local_attention"},
                  halves={"mlp.Wi.weight": GATES}, joined=True,
                  fused="attn.Wqkv", pattern=3, first=True),
+    *(Architecture(name, each, encodes=encodes, stacked=True,
+                   constants={"attention.causal": False} if encodes else {})
+      for each in ("t5", "mt5", "umt5") for name, encodes in ((ENCODER_DECODER, False), ("t5encoder", True))),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 OTHERWISE = {

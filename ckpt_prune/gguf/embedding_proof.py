@@ -26,7 +26,7 @@ LARGEST_DISTANCE = {"f32": 1e-9, "f16": 1e-5, "bf16": 1e-4, "q8_0": 5e-3}
 """Mean 1 − cosine to PyTorch's last hidden states up to which a file passes, about ten times what was measured. It is
 half the square of the relative error: 3e-11 in f32 (random weights), 5e-7 and 1.4e-6 in f16, 1.3e-4 and 6e-4 in q8_0,
 where llama.cpp rounds what matrices read, too (gte-small, all-MiniLM-L6-v2). With 4 bits it is only measured."""
-_LOOKED_UP = ("bert", "gemma-embedding", "gemma", "gemma2", "gemma3")
+_LOOKED_UP = ("bert", "gemma-embedding", "gemma", "gemma2", "gemma3", "t5encoder")
 """Architectures that take GELU from a table."""
 _SAME_WEIGHTS = 0.02
 """The same limit where the checkpoint has the file's rounded weights: llama.cpp still rounds what matrices read."""

@@ -29,6 +29,7 @@ from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.rounding import check_rounding
+from ckpt_prune.gguf.stacks import is_stacked
 from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
 from ckpt_prune.gguf.types import (
     NO_OTHERS,
@@ -149,13 +150,17 @@ def export_gguf(
     check_gguf_place(out, overwrite=overwrite)
     if proof:
         require_runtime()
-    source = open_text_model(model, trust=trust)
-    folder = source.checkpoint.whole
-    chosen = kind or default_type(source.checkpoint)
+    source = _open_source(model, trust=trust)
+    checkpoint = source.checkpoint if isinstance(source, Model) else source
+    folder = checkpoint.whole
+    chosen = kind or default_type(checkpoint)
     layout = lay_out(source, chosen)
     tokenizer = read_tokenizer(folder, layout.values["vocab_size"], encodes=layout.embeds)
     importance: Importance = {}
     if statistics is not None:
+        if not isinstance(source, Model):
+            name = layout.architecture.name
+            raise UserError(f"--statistics do not go with {name}, whose matrices are rounded to nearest")
         importance = importance_of_statistics(Statistics(statistics), source, chosen)
     elif imatrix is not None:
         importance = read_imatrix(imatrix, layout)
@@ -165,7 +170,7 @@ def export_gguf(
     notes = Notices()
     whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
     filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
-    part = [_OF_TEXT] if source.checkpoint.within is not None else []
+    part = [_OF_TEXT] if checkpoint.within is not None else []
     for line in (*part, *layout.notes, *tokenizer.notes, *filled, *changed):
         notes(line)
     in_float32 = 4 * sum(math.prod(weight.shape) for weight in layout.tensors.values())
@@ -178,7 +183,7 @@ def export_gguf(
     name, size = layout.architecture.name, 0
     try:
         with staged_file(check_place(out)) as (place, _):
-            if live is None:
+            if live is None or not isinstance(source, Model):
                 write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance)
             else:
                 with _empty_folder(place, "rounded") as rows:
@@ -201,11 +206,17 @@ def export_gguf(
                 if not result.passed:
                     raise _FailedProofError
             size = place.stat().st_size
-            source.checkpoint.check_unchanged()
+            checkpoint.check_unchanged()
             check_gguf_place(out, overwrite=overwrite)  # another program may have put a file there
     except _FailedProofError:
         pass
     return ExportedGguf(out, name, chosen, size, tuple(notes.lines), result)
+
+
+def _open_source(model: str, *, trust: bool) -> Model | Checkpoint:
+    """Open what a file is made of: of stacks nothing need be known but their tensors."""
+    stored = Checkpoint.open(model, packed=True)
+    return stored if is_stacked(stored.config.get("model_type")) else open_text_model(model, trust=trust)
 
 
 def open_text_model(model: str, *, trust: bool = False) -> Model:
@@ -236,8 +247,8 @@ def validate_gguf(
         UserError: the file is damaged, or llama.cpp is not installed or does not load it.
     """
     require_runtime()
-    source = open_text_model(against, trust=trust)
-    folder, opened = source.checkpoint.whole, open_gguf(file)
+    source = _open_source(against, trust=trust)
+    folder, opened = (source.checkpoint if isinstance(source, Model) else source).whole, open_gguf(file)
     kind = type_of_file(opened)
     tokens = len(opened.values.get("tokenizer.ggml.tokens", ()))
     _check_tokens(file, tokens, folder, trust=trust)

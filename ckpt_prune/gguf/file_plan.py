@@ -13,7 +13,8 @@ from gguf.gguf_writer import WriterState
 
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
-from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.contents import Layout
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
 from ckpt_prune.gguf.types import NO_OTHERS, kinds_of, tensor_bytes
 from ckpt_prune.gguf.writing import fill_writer, write_head

@@ -19,8 +19,9 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
+from ckpt_prune.gguf.contents import Layout
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.layout import Layout, lay_out, with_head
+from ckpt_prune.gguf.layout import lay_out, with_head
 from ckpt_prune.gguf.rounding import Array, encode
 from ckpt_prune.gguf.types import head_of
 from ckpt_prune.job.job import LiveSamples

@@ -18,7 +18,8 @@ from torch import Tensor
 from ckpt_prune.checkpoint.staging import staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
-from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.contents import Layout
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.rounding import Array, require_ggml
 from ckpt_prune.gguf.types import is_matrix
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds

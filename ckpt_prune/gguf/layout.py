@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import (
     ARCHITECTURES,
@@ -31,6 +31,7 @@ from ckpt_prune.gguf.architectures import (
     VALUE,
     Architecture,
 )
+from ckpt_prune.gguf.contents import BLOCK, CannotMapError, Layout, describe_filled
 from ckpt_prune.gguf.encoders import (
     POOLING_KEY,
     TOKEN_TYPES,
@@ -50,8 +51,9 @@ from ckpt_prune.gguf.orders import (
     rows_of_fused,
     split_latent,
 )
+from ckpt_prune.gguf.stacks import is_stacked, lay_out_stacks
 from ckpt_prune.gguf.state_space import StateSpace, reason_against, shape_tensors
-from ckpt_prune.model.composites import head_of_whole
+from ckpt_prune.model.composites import head_of_whole, whole_of_stack
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.context import reserved_positions
 from ckpt_prune.model.model import Model
@@ -80,12 +82,6 @@ _CONTEXT = 2048
 _STATES = 2**20
 """Tokens of a text of a model without attention, which has no most, as llama.cpp's converter states it."""
 _EXPERT = re.compile(r"(?P<before>.+)\.(?P<number>\d+)(?P<after>\..+)")
-_BLOCK = 32
-"""Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
-
-
-class CannotMapError(UserError):
-    """No architecture of llama.cpp computes what a checkpoint computes."""
 
 
 Block = Mapping[str, GgufWeight]
@@ -556,43 +552,26 @@ def _read(model: Model, name: str) -> Tensor:
     return model.checkpoint.read([name])[name]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The contents of a file.
-
-    Attributes:
-        architecture: of llama.cpp.
-        values: keys of the model, without the architecture's name.
-        tensors: by their names in GGUF.
-        notes: what differs from the checkpoint.
-    """
-
-    architecture: Architecture
-    values: Mapping[str, Any]
-    tensors: Mapping[str, GgufWeight]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def embeds(self) -> bool:
-        """Whether its last hidden states are used as embeddings, and no token is predicted."""
-        return self.architecture.encodes or POOLING_KEY in self.values
-
-
-def lay_out(model: Model, kind: GgufType | None = None, read: Callable[[str], Tensor] | None = None) -> Layout:
+def lay_out(
+    model: Model | Checkpoint, kind: GgufType | None = None, read: Callable[[str], Tensor] | None = None
+) -> Layout:
     """Choose llama.cpp's architecture for a checkpoint, and name everything that its file holds.
 
     Args:
-        model: of a family that is mapped.
+        model: of a family that is mapped; of an encoder-decoder, or of the encoder of one, its checkpoint will do.
         kind: type of the matrices; if it has blocks of columns, columns are filled up to multiples of 32.
         read: returns what stands for a tensor, by its name in the checkpoint; by default the tensor itself.
 
     Raises:
         CannotMapError: none computes what the checkpoint computes; the reason of each is named.
     """
+    checkpoint = model.checkpoint if isinstance(model, Model) else model
     try:
+        if not isinstance(model, Model) or is_stacked(checkpoint.config["model_type"]):
+            return lay_out_stacks(whole_of_stack(checkpoint), kind, read)
         return _choose(model, kind, read)
     except CannotMapError as error:
-        raise CannotMapError(f"{model.checkpoint.path}: {error}") from None
+        raise CannotMapError(f"{checkpoint.path}: {error}") from None
 
 
 def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] | None) -> Layout:
@@ -700,15 +679,10 @@ def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | No
     if (
         kind in GGUF_ROWS
         and not architecture.channels_alone
-        and any(shape.columns % _BLOCK or shape.shared % _BLOCK for shape in shapes)
+        and any(shape.columns % BLOCK or shape.shared % BLOCK for shape in shapes)
     ):
         shapes = tuple(_round_up(shape, _shared_experts(source, architecture)) for shape in shapes)
-        # --for asks for rows that keep the type itself, which are multiples of 256 for many.
-        asked = f"for llama.cpp:{kind}" if GGUF_ROWS[kind] == _BLOCK else f"set spaces.mlp.multiple_of={_BLOCK}"
-        notes.append(
-            f"columns are filled up with zeros to multiples of {_BLOCK} (prune with --{asked}, which makes widths such "
-            "multiples, unless units of all blocks are ranked in one list)"
-        )
+        notes.append(describe_filled(kind))
     if shapes[: architecture.sparse] != source.shapes[: architecture.sparse]:
         raise CannotMapError(
             f"blocks have one shape, and its first {architecture.sparse} keep the largest of their columns, which "
@@ -719,7 +693,7 @@ def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | No
 
 def _round_up(shape: BlockShape, shared_experts: int) -> BlockShape:
     """Return a shape with multiples of 32 columns."""
-    columns, shared = (-(-each // _BLOCK) * _BLOCK for each in (shape.columns, shape.shared))
+    columns, shared = (-(-each // BLOCK) * BLOCK for each in (shape.columns, shape.shared))
     return shape._replace(columns=columns, shared=columns * shared_experts if shared and shared_experts else shared)
 
 
@@ -786,7 +760,7 @@ def check_settings(model: Model, config: Mapping[str, Any]) -> None:
     Raises:
         CannotMapError: no architecture computes what it says; the reason of each is named.
     """
-    if config["model_type"] != model.checkpoint.config["model_type"]:
+    if config["model_type"] != model.checkpoint.config["model_type"] or is_stacked(config["model_type"]):
         return
     stored = replace(model.checkpoint, config=dict(config))
     source = replace(GgufSource.of(model), model=Model(stored, model.family, parse_config(dict(config))))

@@ -42,6 +42,9 @@ class LlamaCppTask:
         repeats: times that this is done; the fastest counts, as what else runs on the machine only slows it down.
         states: also return what the head reads at every token of the windows; of an encoder, its last hidden states.
         pooled: also return the embedding of each window, pooled as the file says.
+        targets: for each window what a decoder reads behind an encoder that has read the window. The next token is
+            predicted after each number of them in `places`; in the answer they are one window.
+        places: of each target.
     """
 
     model: str
@@ -56,6 +59,8 @@ class LlamaCppTask:
     repeats: int = 1
     states: bool = False
     pooled: bool = False
+    targets: list[list[int]] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,45 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     return answer, arrays
 
 
+def _run_pairs(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Do a task in which an encoder reads windows, and a decoder targets."""
+    from ckpt_prune.gguf.llama_interface import EncoderDecoder
+
+    model = EncoderDecoder(task.model, context=task.context, threads=task.threads)
+    logs, actual, states, seconds, read = [], [], [], [0.0, 0.0], [0, 0]
+    for window, target, places in zip(task.windows, task.targets, task.places, strict=True):
+        started = perf_counter()
+        states += [*model.encode(window)]
+        encoded = perf_counter()
+        predicted = dict(enumerate(model.decode(target[:-1]), 1))
+        seconds = [seconds[0] + encoded - started, seconds[1] + perf_counter() - encoded]
+        read = [read[0] + len(window), read[1] + len(predicted)]
+        for place in places:
+            logits = predicted[place].astype(np.float64)
+            logits -= logits.max()
+            logs.append(logits - np.log(np.exp(logits).sum()))
+            actual.append(logs[-1][target[place]])
+    every = np.array(logs)
+    ids = np.argsort(-every, axis=-1, kind="stable")[:, :TOP]
+    answer = {
+        "tokens": [model.split(text) for text in task.texts],
+        "prompts": [],
+        "prompt_tokens": [],
+        "stops": [end for end in task.ends if model.ends(end)],
+        "prompt_speed": read[0] / seconds[0],
+        "generation_speed": read[1] / seconds[1],
+        "memory": peak_bytes() or 0,
+    }
+    arrays: dict[str, Any] = {
+        "ids": ids[None],
+        "logs": np.take_along_axis(every, ids, -1)[None].astype(np.float32),
+        "actual": np.array(actual, dtype=np.float32)[None],
+        "states": np.array(states, dtype=np.float32),
+        "pooled": np.array([], dtype=np.float32),
+    }
+    return answer, arrays
+
+
 def _predict(server: Any, prompt: list[int], top: int, plain: int) -> list[dict[str, Any]]:
     """Log-probabilities of the next token, the likeliest first, before sampling.
 
@@ -258,7 +302,7 @@ def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
 
 def _main(folder: Path) -> None:
     task = LlamaCppTask(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
-    answer, arrays = _serve(task)
+    answer, arrays = (_run_pairs if task.targets else _serve)(task)
     np.savez(folder / "answer.npz", **arrays)
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
     sys.stdout.flush()

@@ -1,15 +1,17 @@
 """Proving a GGUF file in llama.cpp: it splits text into the same tokens, and computes what PyTorch does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
-from ckpt_prune.gguf.architectures import ARCHITECTURES, EXPERT_COUNTS, TANH_GELU
+from ckpt_prune.gguf.architectures import ARCHITECTURES, ENCODER_DECODER, EXPERT_COUNTS, TANH_GELU
 from ckpt_prune.gguf.embedding_proof import prove_embeddings
 from ckpt_prune.gguf.encoders import is_encoder, stated_pooling
 from ckpt_prune.gguf.layout import bounds_are_exact
@@ -21,6 +23,7 @@ from ckpt_prune.runtimes.comparison import (
     LARGEST_KL,
     EmbeddingProof,
     RuntimeProof,
+    choose_proof_pairs,
     choose_windows,
     compare_logs,
     reference_logs,
@@ -76,6 +79,10 @@ def prove(
             threads=threads,
             same_weights=same_weights,
         )
+    if opened.values["general.architecture"] == ENCODER_DECODER:
+        return _prove_pairs(
+            file, folder, kind, options, ends, dense, scratch, trust=trust, threads=threads, same_weights=same_weights
+        )
     chosen = choose_windows(folder, options, trust=trust)
     windows = chosen.windows
     tokenizer = load_stored_tokenizer(folder)
@@ -95,27 +102,86 @@ def prove(
     answer = run_llama_cpp(task, scratch)
     check_texts_split("llama.cpp", tokenizer, texts, answer.tokens)
     _check_prompts(tokenizer, [*prompts.values()], answer)
-    if left := [end for end in ends if end not in answer.stops]:
-        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in left)
-        raise UserError(f"llama.cpp goes on after {named}, where generate ends a text")
-    dense_folder = None if dense is None else dense.folder
-    others: dict[str, Any] = {} if dense is None or dense_folder is not None else {"lacking": dense.lacking}
-    if dense is not None and dense_folder is not None:
-        others["dense"] = dense.name, reference_logs(dense_folder, chosen, trust=trust)
-    return compare_logs(
-        reference_logs(folder, chosen, trust=trust),
+    _check_ends(tokenizer, ends, answer)
+    return _compare(
+        partial(reference_logs, chosen=chosen, trust=trust),
         chosen.actual,
-        torch.from_numpy(answer.ids),
-        torch.from_numpy(answer.logs).double(),
-        torch.from_numpy(answer.actual).double(),
-        torch.from_numpy(answer.ids[..., 0]),
+        answer,
+        dense,
         model=folder,
         type=kind,
         text=chosen.text,
         texts=len(texts) + len(prompts),
+        allowed=_allowed_kl(folder, kind, trust=trust, same_weights=same_weights),
+    )
+
+
+def _prove_pairs(
+    file: Path,
+    folder: Path,
+    kind: str,
+    options: ProofOptions,
+    ends: Sequence[int],
+    dense: DenseSource | None,
+    scratch: Path | None,
+    *,
+    trust: bool,
+    threads: int,
+    same_weights: bool,
+) -> RuntimeProof:
+    """Compare a file with an encoder-decoder; arguments are as in `prove`."""
+    pairs = choose_proof_pairs(folder, options, trust=trust)
+    tokenizer = load_stored_tokenizer(folder)
+    texts = texts_to_split(tokenizer, pairs.sources)
+    task = LlamaCppTask(
+        model=str(file),
+        context=max(map(len, (*pairs.sources, *pairs.targets))),
+        threads=threads or torch.get_num_threads(),
+        texts=texts,
+        windows=pairs.sources,
+        ends=list(ends),
+        targets=pairs.targets,
+        places=pairs.places,
+    )
+    answer = run_llama_cpp(task, scratch)
+    check_texts_split("llama.cpp", tokenizer, texts, answer.tokens)
+    _check_ends(tokenizer, ends, answer)
+    return _compare(
+        partial(pairs.reference_logs, trust=trust),
+        pairs.actual,
+        answer,
+        dense,
+        model=folder,
+        type=kind,
+        text=pairs.text,
+        texts=len(texts),
+        allowed=_allowed_kl(folder, kind, trust=trust, same_weights=same_weights),
+    )
+
+
+def _check_ends(tokenizer: Any, ends: Sequence[int], answer: Answer) -> None:
+    if left := [end for end in ends if end not in answer.stops]:
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in left)
+        raise UserError(f"llama.cpp goes on after {named}, where generate ends a text")
+
+
+def _compare(
+    read_logs: Callable[[Path], Tensor], actual: Tensor, answer: Answer, dense: DenseSource | None, **others: Any
+) -> RuntimeProof:
+    """Compare what llama.cpp predicts with what the models do, whose log-probabilities `read_logs` returns."""
+    if dense is not None and dense.folder is None:
+        others["lacking"] = dense.lacking
+    elif dense is not None and dense.folder is not None:
+        others["dense"] = dense.name, read_logs(dense.folder)
+    return compare_logs(
+        read_logs(others["model"]),
+        actual,
+        torch.from_numpy(answer.ids),
+        torch.from_numpy(answer.logs).double(),
+        torch.from_numpy(answer.actual).double(),
+        torch.from_numpy(answer.ids[..., 0]),
         speeds=(answer.prompt_speed, answer.generation_speed),
         memory=answer.memory,
-        allowed=_allowed_kl(folder, kind, trust=trust, same_weights=same_weights),
         **others,
     )
 
@@ -128,8 +194,8 @@ def _allowed_kl(folder: Path, kind: str, *, trust: bool, same_weights: bool) -> 
     the same weight, any rounding may choose the other, so that nothing is allowed or refused of rounded mixtures.
     """
     config = config_of(folder, trust=trust).get_text_config()
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    looked_up = activation in TANH_GELU or any(
+    activations = {getattr(config, key, None) for key in ("hidden_activation", "hidden_act", "dense_act_fn")}
+    looked_up = not activations.isdisjoint(TANH_GELU) or any(
         each.gelu for each in ARCHITECTURES if each.model_type == config.model_type
     )
     if kind == "f32" and (looked_up or bounds_are_exact(config)):

@@ -50,6 +50,7 @@ from ckpt_prune.gguf.orders import (
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import GgufFile, open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
+from ckpt_prune.gguf.stacks import read_config, read_tensors
 from ckpt_prune.gguf.types import type_of_file
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
@@ -121,7 +122,7 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     """
     file = open_gguf(path)
     architecture = _architecture(file)
-    config = _config(file, architecture)
+    config = read_config(file, architecture) if architecture.stacked else _config(file, architecture)
     stored = tokenizer_of(file.values, path)
     if stored.count != config["vocab_size"]:
         raise UserError(
@@ -135,7 +136,9 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
         raise UserError(f"{path}: transformers refuses such a model: {error.rule}") from error
     weights = {
         name: _in_shape(weight, names.shapes.get(name, weight.shape))
-        for stacked, each in _tensors(file, architecture, config, names)
+        for stacked, each in (
+            read_tensors(file, config) if architecture.stacked else _tensors(file, architecture, config, names)
+        )
         for name, weight in _as_saved(stacked, each, names)
     }
     weights |= _computed(architecture, written, names)
@@ -145,10 +148,11 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     written["dtype"] = str(dtype).removeprefix("torch.")
     texts = _tokenizer_texts(stored.tokenizer) | texts_of_pooling(file.values, config["hidden_size"])
     notes = []
-    if architecture.encodes:
+    if architecture.encodes and not architecture.stacked:
         notes.append(describe_read(file.values, file.values[f"{architecture.name}.context_length"]))
-    else:
-        texts["generation_config.json"] = pretty_json(stored.generation)
+    elif not architecture.encodes:
+        start = {key: config[key] for key in ("decoder_start_token_id",) if key in config}
+        texts["generation_config.json"] = pretty_json({**stored.generation, **start})
     if card := {key: value for key in _CARD if _is_text(value := file.values.get(f"general.{_CARD[key]}"))}:
         texts["README.md"] = f"{front_matter(card)}\nMade from {path.name}.\n"
     kinds = sorted({info.kind.name for info in file.tensors.values()})
@@ -185,7 +189,8 @@ def refuse_as_model(path: Path) -> None:
     """
     file = open_gguf(path)
     try:
-        _config(file, _architecture(file))
+        architecture = _architecture(file)
+        (read_config if architecture.stacked else _config)(file, architecture)
     except UserError as error:
         reason = str(error).removeprefix(f"{path}: ").partition("; ")[0]
         validated = f"`ckpt-prune validate {shlex.quote(str(path))} --against MODEL` compares the file with it"

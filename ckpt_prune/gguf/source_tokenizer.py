@@ -93,7 +93,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(keys.entries("ggml.tokens", str))]
     types = _types(keys, tokens)
     encodes = is_encoder(values)
-    if model not in _IDS or (model in ("bert", "t5") and not encodes):
+    if model not in _IDS or (model == "bert" and not encodes):
         raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2, llama and gemma4 are)")
     if model == "bert":
         tokens = unmark_pieces(tokens, types)

@@ -15,9 +15,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
+from ckpt_prune.gguf.contents import Layout
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.gguf.types import OUTER, is_matrix, kinds_of
 from ckpt_prune.recipe.sizes import Timed

@@ -173,8 +173,8 @@ def read_tokenizer(folder: Path, rows: int, *, encodes: bool = False) -> FileTok
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"{folder}: llama.cpp has no tokenizer like {type(tokenizer).__name__}")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    of_encoders = {"WordPiece": write_pieces, "Unigram": write_unigram} if encodes else {}
-    values = of_encoders.get(content["model"]["type"], _content)(content, rows, folder)
+    others = {"Unigram": write_unigram} | ({"WordPiece": write_pieces} if encodes else {})
+    values = others.get(content["model"]["type"], _content)(content, rows, folder)
     config, generation = (read_json_object(file) if file.is_file() else {} for file in map(folder.joinpath, _CONFIGS))
     stated = _ends(generation if "eos_token_id" in generation else config)
     ends = [] if encodes else [end for end in stated if end < rows]
@@ -186,8 +186,8 @@ def read_tokenizer(folder: Path, rows: int, *, encodes: bool = False) -> FileTok
         "padding": _first(tokenizer.pad_token_id, config.get("pad_token_id")),
     }
     if encodes:
-        others = {"cls": tokenizer.cls_token_id, "seperator": tokenizer.sep_token_id, "mask": tokenizer.mask_token_id}
-        ids |= {key: None if index is None or index >= rows else index for key, index in others.items()}
+        named = {"cls": tokenizer.cls_token_id, "seperator": tokenizer.sep_token_id, "mask": tokenizer.mask_token_id}
+        ids |= {key: None if index is None or index >= rows else index for key, index in named.items()}
     ids |= name_ends(ends, ids["eos"], values["tokenizer.ggml.tokens"])
     for key, index in ids.items():
         if index is not None and 0 <= index < rows:

@@ -13,14 +13,22 @@ from gguf import GGMLQuantizationType as Kind
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, OtherTypes, TensorType
+from ckpt_prune.gguf.contents import Layout
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, MatrixPlace, Mixture
 from ckpt_prune.gguf.reading import GgufFile
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
-_FLOAT32 = ("_norm.", ".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.", "position_embd.", "token_types.")
+_FLOAT32 = (
+    "_norm.",
+    ".attn_rel_b.",
+    ".ffn_gate_inp",
+    ".ssm_conv1d",
+    ".shortconv.conv.",
+    "position_embd.",
+    "token_types.",
+)
 """Parts of names of what llama.cpp keeps in float32."""
 _SMALL = ("altup_", ".laurel_", "per_layer_model_proj.")
 """Parts of names of matrices that llama.cpp does not round: they are floats, of 16 bits where others have fewer."""
@@ -63,7 +71,7 @@ def type_of_file(file: GgufFile) -> str:
         return kind
     sizes: dict[str, int] = {}
     for name, tensor in file.tensors.items():
-        if len(tensor.shape) > 1 and name.startswith("blk."):
+        if len(tensor.shape) > 1 and "blk." in name:
             sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
     if not sizes:
         raise UserError(f"{file.path} has no matrices in blocks")
@@ -213,9 +221,11 @@ def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool)
     if name == head_of(layout.tensors):
         divides = layout.tensors[name].shape[-1] % gguf.GGML_QUANT_SIZES[mixture.base][0] == 0
         return mixture.head if divides else Kind.Q8_0
-    if not name.startswith("blk."):
+    _, inside, place_in = name.removesuffix(".weight").rpartition("blk.")
+    if not inside:
         return (mixture.embedding if name.endswith("token_embd.weight") else None) or mixture.base
-    _, number, matrix = name.removesuffix(".weight").split(".", 2)
+    number, _, matrix = place_in.partition(".")
+    matrix = {"attn_o": "attn_output"}.get(matrix.removeprefix("cross_"), matrix.removeprefix("cross_"))
     heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
     shared = heads / kv_heads if kv_heads else 0  # llama.cpp asks the first block, which may have no attention
     place = MatrixPlace(int(number), int(layout.values["block_count"]), shared, weighted)

@@ -6,8 +6,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.graph_types import GGUF_ROWS
-from ckpt_prune.gguf.layout import CannotMapError, lay_out
+from ckpt_prune.gguf.contents import CannotMapError
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.writing import FITTED
 from ckpt_prune.model.model import Model
@@ -32,7 +34,7 @@ _NOISE = 1e-3
 """Numbers so much smaller than the rest of a tensor may become anything as small: float16 has no smaller ones."""
 
 
-def other_weights(file: Path, model: Model, kind: str) -> list[str]:
+def other_weights(file: Path, model: Model | Checkpoint, kind: str) -> list[str]:
     """Return the tensors of a file that are not what its types make of a checkpoint's: it is damaged, or not its file.
 
     Tensors that this package would not write in that shape, as other tools may, are not compared.

@@ -15,8 +15,8 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
+from ckpt_prune.gguf.contents import Layout
 from ckpt_prune.gguf.importance import Importance
-from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.rounding import encode, load_rows
 from ckpt_prune.gguf.tokenizer import FileTokenizer
 from ckpt_prune.gguf.types import file_type, tensor_bytes

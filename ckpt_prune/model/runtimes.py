@@ -95,7 +95,7 @@ _LLAMA_CPP = (
 )
 _LLAMA_CPP_ENCODERS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert", "nomic_bert", "eurobert"),
-    "gemma3_text",
+    *("gemma3_text", "t5", "mt5", "umt5"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (
@@ -136,9 +136,10 @@ class Runtime:
         changes: that it takes.
         families: that it has; None: all.
         families_of: families of which it takes a change, where these are not all of `families`.
-        generates: it takes decoders that generate text, and no others: no encoder-decoders.
-        encoders: families of encoders that it takes beside these.
+        generates: it takes decoders that generate text, and no others.
+        encoders: families of encoders, with a decoder or without, that it takes beside these.
         embeds: the command that runs those, if it is another one.
+        rewrites: the command that runs encoders with a decoder.
         rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
         note: what else to know.
@@ -154,6 +155,7 @@ class Runtime:
     generates: bool = False
     encoders: tuple[str, ...] = ()
     embeds: str = ""
+    rewrites: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
@@ -181,6 +183,7 @@ RUNTIMES: dict[str, Runtime] = {
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
         changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
         encoders=_LLAMA_CPP_ENCODERS, embeds="llama-embedding -m OUT.gguf",
+        rewrites="llama-completion -m OUT.gguf -p TEXT",
         families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True,
         rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite, phi3, nemotron_h and "
@@ -385,7 +388,8 @@ def places(
     for name, runtime in RUNTIMES.items():
         if not runtime.tried or refusal(name, model_type, changes, generates=generates) is not None:
             continue
-        command = (runtime.command if generates else runtime.embeds or runtime.command).replace("AUTO", auto_class)
+        others = runtime.rewrites if auto_class == "AutoModelForSeq2SeqLM" else runtime.embeds
+        command = ((not generates and others) or runtime.command).replace("AUTO", auto_class)
         if stock:
             command = command.replace(" --trust-remote-code", "").replace(", trust_remote_code=True", "")
         commands[name] = _steps(runtime, command, exported)

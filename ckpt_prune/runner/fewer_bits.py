@@ -65,7 +65,8 @@ def _has_file(model: Model, kind: GgufType) -> bool:
     """Whether llama.cpp is known to compute a model, which the package gguf tells; no weight is read."""
     if find_spec("gguf") is None:
         return False
-    from ckpt_prune.gguf.layout import CannotMapError, lay_out
+    from ckpt_prune.gguf.contents import CannotMapError
+    from ckpt_prune.gguf.layout import lay_out
 
     try:
         lay_out(model, kind)

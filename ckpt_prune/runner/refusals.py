@@ -24,6 +24,7 @@ from ckpt_prune.model.composites import (
 )
 from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.purposes import PURPOSES, refuse_text_of
+from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (
     CalibrateOptions,
@@ -138,12 +139,12 @@ def refuse_calibrate(options: CalibrateOptions) -> None:
         process_group().on_first(lambda: Staging(options.output, job="", kind=STATISTICS))
 
 
-def refuse_stacks(command: str, model: str) -> None:
+def refuse_stacks(command: str, model: str, others: str = " alone") -> None:
     """Refuse a model with several stacks of blocks for a command that takes no part of one."""
     config = read_local_config(model)
     if has_stacks(config):
         kind = "in stages" if count_stages(config) else "an encoder-decoder"
-        raise UserError(f"{config['model_type']} is {kind}: {command} takes models with one stack of blocks alone")
+        raise UserError(f"{config['model_type']} is {kind}: {command} takes models with one stack of blocks{others}")
 
 
 def refuse_quantize(options: QuantizeOptions) -> None:
@@ -174,7 +175,8 @@ def refuse_export(options: ExportOptions) -> None:
     asked_size({"bytes": options.target_bytes}, None)
     check_texts(options.text)
     if options.format == "gguf":
-        refuse_stacks("export to a GGUF file", options.model)
+        if read_local_config(options.model).get("model_type") not in RUNTIMES["llama.cpp"].encoders:
+            refuse_stacks("export to a GGUF file", options.model, ", and t5, mt5 and umt5")
         check_gguf_place(options.output, overwrite=options.overwrite)
     else:
         refuse_inside(options.output, [options.labels, *options.images, *options.text])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.quality import judge, lines_of
-from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.evaluation.whole_model import config_of, load_model
 from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.samples import choose_proof_samples
 from ckpt_prune.onnx.tasks import GraphTask
@@ -196,6 +196,61 @@ def choose_windows(
     windows = samples.windows[: options.samples or max(WINDOWS, len(options.text))]
     length = windows.shape[1]
     return ProofWindows(windows, choose_positions(length), min(GENERATED, length // 2), text)
+
+
+@dataclass(frozen=True)
+class ProofPairs:
+    """Sources and targets that an encoder-decoder and a runtime are both run on.
+
+    Attributes:
+        sources: token ids of each.
+        targets: token ids of each, with the one by which it begins.
+        places: after how many tokens of each target the next one is predicted.
+        text: what they are of, in words.
+    """
+
+    sources: list[list[int]]
+    targets: list[list[int]]
+    places: list[list[int]]
+    text: str
+
+    @property
+    def actual(self) -> Tensor:
+        """The tokens that follow, (1, places of all targets)."""
+        pairs = zip(self.targets, self.places, strict=True)
+        return torch.tensor([[target[place] for target, places in pairs for place in places]])
+
+    @torch.inference_mode()
+    def reference_logs(self, folder: Path, *, trust: bool) -> Tensor:
+        """Return log-probabilities by PyTorch, (1, places of all targets, vocabulary), float64."""
+        model = load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+        logs = []
+        for source, target, places in zip(self.sources, self.targets, self.places, strict=True):
+            called = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([target[:-1]])}
+            logits = model(**called).logits[0, [place - 1 for place in places]]
+            logs.append(logits.double().log_softmax(-1))
+        return torch.cat(logs)[None]
+
+
+def choose_proof_pairs(folder: Path, options: ProofOptions, *, trust: bool) -> ProofPairs:
+    """Choose pairs of --data for an encoder-decoder; without any, each window of text is its own target."""
+    if options.data is not None:
+        few = options.model_copy(update={"samples": options.samples or WINDOWS})
+        samples = choose_proof_samples(folder, GraphTask("text2text-generation", "pairs", True), few, trust=trust)
+        pairs, text = samples.pairs, options.data.name
+        assert pairs is not None
+        masks = pairs.sources["attention_mask"].bool()
+        sources = [ids[mask].tolist() for ids, mask in zip(pairs.sources["input_ids"], masks, strict=True)]
+        lengths = 1 + pairs.scored.sum(1)
+        targets = [ids[:length].tolist() for ids, length in zip(pairs.windows, lengths, strict=True)]
+    else:
+        chosen = choose_windows(folder, options, trust=trust, task="feature-extraction")
+        config = config_of(folder, trust=trust)
+        start = getattr(config, "decoder_start_token_id", None)
+        sources, text = chosen.windows.tolist(), chosen.text
+        targets = [[config.pad_token_id if start is None else start, *source] for source in sources]
+    targets = [target[: GENERATED + 1] for target in targets]
+    return ProofPairs(sources, targets, [choose_positions(len(target)) for target in targets], text)
 
 
 def choose_positions(length: int) -> list[int]:

@@ -15,7 +15,7 @@ HARD_TEXTS = (_SENTENCES, "", " ", "  two")
 _WINDOWS = 4
 
 
-def texts_to_split(tokenizer: Any, windows: Tensor) -> list[str]:
+def texts_to_split(tokenizer: Any, windows: Tensor | list[list[int]]) -> list[str]:
     """Return texts that are hard to split, and those of some windows, (windows, length)."""
     decoded = tokenizer.batch_decode(windows[:_WINDOWS], skip_special_tokens=True)
     return [*HARD_TEXTS, *decoded]

@@ -18,6 +18,7 @@ from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
+from tests.gguf_files.test_stacks import MODELS as STACKS
 from tests.gguf_files.tiny import WINDOWED, add_pooling, frame_tokens, proving, save, save_pieces, save_unigram
 from tests.runner.frontiers import run
 
@@ -206,4 +207,5 @@ def test_word_pieces_that_llama_cpp_splits_otherwise_are_refused(changes, says, 
 
 def test_all_encoders_are_run_and_named_among_runtimes():
     named = {each.model_type for each in ARCHITECTURES if each.encodes}
-    assert named == {model_type for model_type, *_ in ENCODERS.values()} == {*RUNTIMES["llama.cpp"].encoders}
+    run = {model_type for model_type, *_ in (*ENCODERS.values(), *STACKS.values())}
+    assert named == run == {*RUNTIMES["llama.cpp"].encoders}

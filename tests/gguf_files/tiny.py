@@ -115,7 +115,7 @@ def save(folder: Path, model_type: str, auto: Any = AutoModelForCausalLM, **chan
     sizes = {key: value for key, value in {**SIZES, **changes}.items() if value != ABSENT}
     config = AutoConfig.for_model(model_type, **sizes)
     torch.manual_seed(3)
-    model = auto.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32) if hasattr(auto, "from_config") else auto(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -34,7 +34,8 @@ class GgufExport:
         recipe: what to write.
         kind: type of the matrices.
         proving: what to compare the file on.
-        dense: the unpruned model, to compare with; None if it has more tokens, or is a base model with an adapter.
+        dense: the unpruned model, to compare with; None if it has more tokens, is a base model with an adapter, or an
+            encoder-decoder of which one stack is pruned already.
         trust: run code that the checkpoint brings.
         live: samples to round by; None if weights are rounded already, or none were given.
         device: where blocks run on them.
@@ -63,7 +64,9 @@ class GgufExport:
         rounded = rounding is not None and rounding.format == "int4"
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
         layout, dense = lay_out(source), None
-        live = None if rounding is not None else job.live
+        live = None if rounding is not None or layout.architecture.stacked else job.live
+        if recipe.rounding == "gptq" and layout.architecture.stacked:
+            raise UserError("export.rounding: gptq rounds models with one stack of blocks: leave it out")
         if recipe.rounding == "gptq" and live is None:
             raise UserError("export.rounding: gptq rounds by what reaches each matrix: give --text")
         kinds = kinds_of(layout, kind, recipe.other_types, weighted=live is not None)[0].values()
@@ -76,8 +79,9 @@ class GgufExport:
             read_tokenizer(place, rows, encodes=layout.embeds)
         elif source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             read_tokenizer(place, layout.values["vocab_size"], encodes=layout.embeds)
-            dense = DenseSource(source.checkpoint.name, place)
-        proving = ProofOptions(text=job.proving.text, window=job.proving.window)
+            # Between its two stacks an encoder-decoder has two widths, and no class loads it.
+            dense = None if layout.architecture.stacked else DenseSource(source.checkpoint.name, place)
+        proving = ProofOptions(text=job.proving.text, data=job.proving.data, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 
     def bytes(self, parameters: int) -> int:
