@@ -120,6 +120,8 @@ def _read_classes(pair: Pair) -> dict[int, str]:
             remedy = (
                 "measure it with --data FILE of conversations with images"
                 if is_composite(config) and load_composite(config).auto in SEEING
+                else "`evaluate --segmentation MAPS` or `--depth MAPS` measures one that tells of every pixel"
+                if is_vision(folder)
                 else "measure a language model with --text"
             )
             raise UserError(

@@ -295,7 +295,9 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
         stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
         found = discover(config, stack, spaceless=spaceless)
         say_once(found.line())
-        described = found.description if stack is None else _agree(found.description, config, composite, name)
+        described = (
+            _keep_fixed(found.description) if stack is None else _agree(found.description, config, composite, name)
+        )
         part = part.model_copy(update={"described": described})
     config["architectures"] = [_stock_class(config, part)]
     stock = stock_names(config, config["architectures"][0])
@@ -322,6 +324,14 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
         config |= widths
     within = PartOf(whole, name, part.config or "", stored_as, other_prefixes, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
+
+
+def _keep_fixed(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a part, with heads whole that only own code has fewer of: parts have none."""
+    spaces = dict(description["spaces"])
+    if (why := spaces.get("heads", {}).get("fixed")) is not None:
+        spaces["heads"] = {**spaces["heads"], "whole": why.format(model_type=description["model_type"])}
+    return description | {"spaces": spaces}
 
 
 def _agree(description: dict[str, Any], config: Mapping[str, Any], composite: Composite, stack: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForImageClassification,
+    AutoModelForSemanticSegmentation,
     HieraConfig,
     HieraForImageClassification,
     PvtConfig,
     PvtForImageClassification,
     SegformerConfig,
     SegformerForImageClassification,
+    SegformerForSemanticSegmentation,
     SwinConfig,
     SwinForImageClassification,
 )
@@ -27,7 +30,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.family_keys import Multiple
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.tasks import choose_task
-from tests.cli.running import edit_weights, ok, read_refusal, run
+from tests.cli.running import edit_weights, ok, read_refusal, run, set_config
 from tests.encoders import Pixels
 from tests.images import write_images, write_processor
 
@@ -42,9 +45,9 @@ def place(tmp_path_factory) -> Path:
     SwinForImageClassification(SwinConfig(**sizes, initializer_range=0.3)).save_pretrained(folder / "swin")
     sizes = {"num_encoder_blocks": 2, "depths": [2, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
     sizes |= {"sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [4, 4]}
-    SegformerForImageClassification(SegformerConfig(**sizes, initializer_range=0.3)).save_pretrained(
-        folder / "segformer"
-    )
+    segformer = SegformerConfig(**sizes, initializer_range=0.3)
+    SegformerForImageClassification(segformer).save_pretrained(folder / "segformer")
+    SegformerForSemanticSegmentation(segformer).save_pretrained(folder / "segmenter")
     sizes = {
         key: sizes[key] for key in ("num_encoder_blocks", "depths", "hidden_sizes", "num_attention_heads", "mlp_ratios")
     }
@@ -69,7 +72,7 @@ def _mlps(model) -> list[tuple[torch.nn.Linear, torch.nn.Linear]]:
     return [(block.fc1, block.fc2) for block in blocks]
 
 
-COLUMNS = [("swin", "mlp_ratio", 3.0), ("segformer", "mlp_ratios", [3, 3]), ("hiera", "mlp_ratio", 3.0)]
+COLUMNS = [("swin", "mlp_ratio", 3.0), ("segmenter", "mlp_ratios", [3, 3]), ("hiera", "mlp_ratio", 3.0)]
 
 
 @pytest.mark.parametrize(("name", "key", "stated"), COLUMNS)
@@ -81,11 +84,14 @@ def test_columns_of_all_stages_go_and_the_config_states_it(name, key, stated):
     """
     ok("prune", name, "--recipe", "magnitude", "--ratio", "0.25", "-o", f"{name}-out")
     assert "not compared" not in ok("verify", f"{name}-out", "--against", name)
+    remedy = "`evaluate --segmentation MAPS` or `--depth MAPS` measures one that tells of every pixel"
+    assert name != "segmenter" or read_refusal("evaluate", name, "--images", "images").endswith(remedy)
     config = json.loads(Path(f"{name}-out/config.json").read_text())
     assert (config[key], "auto_map" in config) == (stated, False)
-    pruned, loading = AutoModelForImageClassification.from_pretrained(f"{name}-out", output_loading_info=True)
+    auto = AutoModelForSemanticSegmentation if name == "segmenter" else AutoModelForImageClassification
+    pruned, loading = auto.from_pretrained(f"{name}-out", output_loading_info=True)
     assert not any(loading.values())
-    dense = AutoModelForImageClassification.from_pretrained(name).double().eval()
+    dense = auto.from_pretrained(name).double().eval()
     images = torch.randn(2, 3, IMAGE, IMAGE, dtype=torch.float64)
     before = dense(images).logits
     for (inner, outer), (kept, _) in zip(_mlps(dense), _mlps(pruned), strict=True):
@@ -166,6 +172,14 @@ def test_widths_are_in_steps_that_the_config_can_state(ratio, kept):
         assert f"mlp {32 * kept}/128" in printed
     assert " 64 x column in steps of 16 " in ok("inspect", "segformer")
     assert "mlp 44/64" in ok(*WIDTHS, "0.3", "--container", "padded", "-o", "steps", "--dry-run")
+
+
+def test_a_class_that_no_stage_is_found_in_is_refused():
+    shutil.copytree("hiera", "other")
+    set_config("other", architectures=["HieraForPreTraining"])
+    assert read_refusal("inspect", "other") == (
+        "config.json names HieraForPreTraining, which is not a known class of hiera; one is HieraForImageClassification"
+    )
 
 
 def test_a_size_is_of_one_stage():

@@ -46,10 +46,17 @@ _LINEAR_HEADS = rf"{_KEY_HEADS}|mamba\w*_heads|linear_num_heads"
 
 @dataclass
 class Draft:
-    """A description that is being made, and what stays whole, with the reason."""
+    """A description that is being made, and what stays whole, with the reason.
+
+    Attributes:
+        counted: numbers of modules of attention (paths in a block) that may count its heads → how much of it is one's;
+            None if own code has no fewer heads either: of parts, and of heads that some blocks lack or other tensors
+            have a part for.
+    """
 
     description: dict[str, Any]
     whole: dict[str, str] = field(default_factory=dict)
+    counted: dict[str, list[str | int]] | None = None
 
 
 class Describer:
@@ -77,6 +84,7 @@ class Describer:
         self.times_in_config: dict[str, int] = {}
         self.multiples: dict[str, dict[str, Any]] = {}
         self.whole: dict[str, str] = {}
+        self.counted: dict[str, list[str | int]] | None = None
         self.spaces: dict[str, dict[str, Any]] = {}
         self.norm_offset = 0.0
 
@@ -252,7 +260,7 @@ class Describer:
         description["spaceless"] = self._spaceless(named) + sorted(modules_of(lacking))
         description["bias_slots"] = self._bias_slots(named)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
-        return Draft(description, self.whole)
+        return Draft(description, self.whole, self.counted)
 
     def _texts(self) -> dict[str, Any]:
         """Return what a description says of a model of texts outside its blocks."""
@@ -434,9 +442,27 @@ class Describer:
                 attention,
                 "one norm covers all of its heads: with fewer of them it scales those that stay differently",
             )
+        if count in (1, len(unit)) and self._add_sharing_heads(run, trace, heads):
+            return attention, None
         if count in (1, len(unit)) or len(unit) % count or not 1 < count <= self.twin.sizes.heads:
             return attention, "its heads depend on one another"
         return attention, self._add_heads(run, trace, unit, count, heads)
+
+    def _add_sharing_heads(self, run: BlockRun, trace: Trace, heads: str) -> bool:
+        """Add query heads that all read one head of keys and values (multi-query attention); False if none do."""
+        queries = {path: ~trace.across[path] for path in trace.producers}
+        unit, count = join_units(trace, queries), self.twin.sizes.heads
+        if int(unit.max()) + 1 != count or len(unit) % count:
+            return False
+        sizes = {"head_dim": len(unit) // count, "query_heads": count}
+        places = self._places(run, trace, unit, count, self._named_heads(sizes), queries)
+        if places is None:
+            return False
+        self.dimensions |= {"kv_heads": [], "head_dim": []}
+        self.derived["kv_heads"] = [1]
+        self.spaces["heads"] = {"units": "query_heads", **places, "config": {heads: []}, **self._effect(run, trace)}
+        self._count_heads(run, trace, count, sizes)
+        return True
 
     def _add_heads(self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, heads: str) -> str | None:
         queries = {path: ~trace.across[path] for path in trace.producers}
@@ -464,11 +490,24 @@ class Describer:
             **self._effect(run, trace),
         }
         self.spaces["heads"] |= self._attributes(run, trace, self.spaces["heads"], sizes)
+        self._count_heads(run, trace, count, sizes)
         within = self._places(run, trace, inner, count * group, named, queries) if group > 1 else None
         if within is not None:
             self.spaces["queries"] = {"units": "group", **within, "config": {heads: ["kv_heads"]}}
             self.spaces["queries"] |= self._attributes(run, trace, self.spaces["queries"], sizes)
         return None
+
+    def _count_heads(self, run: BlockRun, trace: Trace, count: int, sizes: Mapping[str, int]) -> None:
+        """Note which numbers of attention's modules may count heads, of which own code has fewer."""
+        everywhere = all(trace.consumer in dict(each.block.named_modules()) for each in self.runs)
+        if "tables" in self.spaces["heads"] or self.stack or are_images(self.twin.batch) or not everywhere:
+            return
+        self.counted, factors = {}, {name: size for name, size in sizes.items() if name in ("head_dim", "group")}
+        for owner in dict.fromkeys(path.rpartition(".")[0] for path in (trace.consumer, *trace.producers)):
+            for key, value in vars(run.block.get_submodule(owner)).items():
+                if type(value) is int and value % count == 0 and value:
+                    of_one = [] if value == count else factors_of(value // count, factors)
+                    self.counted[f"{owner}.{key}"] = of_one
 
     def _named_heads(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return dimensions that a layout of heads may be said with; groups of a single head are none."""
@@ -744,18 +783,17 @@ class Describer:
         self.spaces[name] = kept | places | self._effect(run, trace)
 
     def _add_unless(self, name: str, run: BlockRun, trace: Trace) -> bool:
-        """Add columns that are apart in other blocks of the same shapes, which the config lists with zero for it.
+        """Add columns that are apart in other blocks, as many there, which the config lists with zero for it.
 
         Gemma 3n's first blocks keep the largest of their columns.
         """
         place = self.runs.index(run)
-        shapes = [each.shape for each in run.block.parameters()]
         for key, values in self.twin.config.items():
             if not (isinstance(values, list) and len(values) == len(self.runs) and isinstance(values[place], float)):
                 continue
-            alike = (r for r, v in zip(self.runs, values, strict=True) if not v and values[place])
-            other = next((r for r in alike if [each.shape for each in r.block.parameters()] == shapes), None)
-            same = other and next((each for each in trace_block(other) if each.consumer == trace.consumer), None)
+            other = next((r for r, v in zip(self.runs, values, strict=True) if not v and values[place]), None)
+            ends = trace_block(other) if other else ()
+            same = next((e for e in ends if (e.consumer, e.columns) == (trace.consumer, trace.columns)), None)
             if other and same and self._add_columns(name, other, same) is None:
                 self.spaces[name]["unless"] = key
                 return True

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import signature
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ _AUTO = (
     "AutoModelForTextEncoding",
 )
 _FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
+_NARROWED = {"config": {"num_kept_heads": []}, "fixed": _FIXED}
+_MOST_SUBSETS = 16
+"""Of numbers that may count heads, so many choices are tried."""
 
 
 class Stack(NamedTuple):
@@ -223,7 +227,12 @@ def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
         try:
             prover = prover or Prover(family, twin)
             proof = prover.prove(name)
+            if name == "heads" and not proof.holds:
+                proof = _prove_narrowed(draft, prover) or proof
         except Exception as error:  # whatever the class runs into with fewer units
+            if name == "heads" and (own := _prove_narrowed(draft, prover)) is not None:
+                proofs[name] = own
+                continue
             why = f"the class does not load with fewer units: {one_line(error)[:120]}"
             if "heads" in name and "modality" in draft.description and not draft.description["dimensions"]["head_dim"]:
                 why = "its class makes them as wide together as the hidden size, however many there are"
@@ -239,6 +248,26 @@ def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
     if draft.description["spaces"]:
         _settle(draft, twin)
     return {name: proof for name, proof in proofs.items() if name in draft.description["spaces"]}
+
+
+def _prove_narrowed(draft: Draft, prover: Prover | None) -> SpaceProof | None:
+    """Prove heads of which an output's own code has fewer; their description says then which numbers count them.
+
+    As many numbers as there are; None if there is no proof.
+    """
+    if prover is None or draft.counted is None:
+        return None
+    family, heads = prover.family, draft.description["spaces"]["heads"]
+    subsets = (own for size in range(len(draft.counted), -1, -1) for own in combinations(draft.counted.items(), size))
+    for attributes in islice(subsets, _MOST_SUBSETS):
+        draft.description["spaces"]["heads"] = heads | _NARROWED | {"attributes": dict(attributes)}
+        prover.family = parse_family(json.dumps(draft.description)).with_config(prover.twin.parsed)
+        with suppress(Exception):  # whatever the class runs into
+            proof = prover.prove("heads")
+            if proof.holds:
+                return proof
+    prover.family, draft.description["spaces"]["heads"] = family, heads
+    return None
 
 
 def _settle(draft: Draft, twin: Twin) -> Family:
@@ -266,6 +295,10 @@ def _settle(draft: Draft, twin: Twin) -> Family:
                 continue
             if named not in draft.description["spaces"]:
                 raise
+            heads = draft.description["spaces"].get("heads", {})
+            if named == "heads" and "fixed" not in heads and draft.counted is not None:
+                draft.description["spaces"]["heads"] = heads | _NARROWED
+                continue
             of_twin = f"shapes of a small random model of its class contradict it: {reason}"
             drop_space(draft, named, fixed if named in ("heads", "queries") else of_twin)
             continue

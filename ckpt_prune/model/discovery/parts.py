@@ -18,6 +18,7 @@ _MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForSemanticSegmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
     "AutoModel": "MODEL_MAPPING_NAMES",
     "AutoModelForTextEncoding": "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
 }
@@ -25,7 +26,7 @@ _BARE = ("AutoModel", "AutoModelForTextEncoding")
 """Classes without a head."""
 _WITH_HEAD = [auto for auto in _MAPPINGS if auto not in _BARE]
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
-_IMAGES = ("AutoModelForImageClassification", "AutoModel")
+_IMAGES = ("AutoModelForImageClassification", "AutoModelForSemanticSegmentation", "AutoModel")
 _STAGE = "it is calibrated on images, which all stages read"
 _OWN_IMAGES = "it is calibrated on its own images"
 _ONLY_TEXT = "it is calibrated on text alone: what its blocks see of images plays no part in what goes"
@@ -41,6 +42,10 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
     model_type, declared = str(values.get("model_type")), values.get("architectures") or []
     if count := count_stages(values):
         whole_auto, architecture = find_class(model_type, _IMAGES, declared)
+        if declared and architecture not in declared:
+            raise UserError(
+                f"config.json names {declared[0]}, which is not a known class of {model_type}; one is {architecture}"
+            )
         stages = {
             f"stage{number}": {"auto": whole_auto, "modules": {}, "note": _STAGE} for number in range(1, count + 1)
         }

@@ -30,27 +30,35 @@ def config(model_type: str, architecture: str) -> dict[str, Any]:
 ARCEE = ("arcee", "ArceeForCausalLM")
 FOUND = {
     ARCEE: {"queries", "heads", "mlp"},
-    ("ministral3", "Ministral3ForCausalLM"): {"queries", "heads", "mlp"},
     ("cohere2_moe", "Cohere2MoeForCausalLM"): {"queries", "heads", "mlp", "experts"},
     ("gpt_oss", "GptOssForCausalLM"): {"queries", "heads", "mlp", "experts"},
     ("llama4_text", "Llama4ForCausalLM"): {"queries", "heads", "mlp", "shared", "experts"},
-    ("bart", "BartForCausalLM"): {"mlp"},
+    ("bart", "BartForCausalLM"): {"heads", "mlp"},  # own code has fewer heads
+    ("gpt_bigcode", "GPTBigCodeForCausalLM"): {"heads", "mlp"},  # all read one head of keys and values
+    ("deberta", "DebertaForMaskedLM"): {"mlp"},  # tensors that are no bias of a linear module have a part for each head
     ("xlnet", "XLNetLMHeadModel"): {"mlp"},  # its attention has no linear module
-    ("gpt_neox_japanese", "GPTNeoXJapaneseForCausalLM"): {"mlp"},  # no config key states its width
+    ("gpt_neox_japanese", "GPTNeoXJapaneseForCausalLM"): {"heads", "mlp"},  # no config key states its width
     ("moshi", "MoshiForCausalLM"): {"queries", "heads", "mlp"},  # its key states twice the width
     ("jais2", "Jais2ForCausalLM"): {"queries", "heads", "mlp"},  # columns that are zero at most tokens
     ("diffllama", "DiffLlamaForCausalLM"): {"mlp"},  # it halves its groups
     ("gemma4_text", "Gemma4ForCausalLM"): {"mlp"},  # blocks with numbers of their own
     ("falcon_mamba", "FalconMambaForCausalLM"): {"mlp"},  # channels of a state space
     ("fnet", "FNetForMaskedLM"): {"mlp"},  # tokens mix without weights
-    ("gemma3n_text", "Gemma3nForCausalLM"): {"mlp"},  # of blocks that do not compare their columns
+    ("gemma3n_text", "Gemma3nForCausalLM"): {"mlp"},  # of blocks that do not compare columns, and share others' keys
     ("yoso", "YosoForMaskedLM"): {"mlp"},  # noise has no number in its attention
+}
+OF_FOUR = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    "intermediate_size": [64] * 4,
 }
 
 
 @pytest.mark.parametrize("named", FOUND, ids=lambda named: named[0])
 def test_spaces_are_found_and_proven(named):
-    found = discover(config(*named)).description
+    found = discover(config(*named) | (OF_FOUR if named[0] == "gemma3n_text" else {})).description
     assert found["spaces"].keys() == FOUND[named]
     proofs = found["found"]["proofs"]
     assert proofs.keys() == FOUND[named]
