@@ -192,14 +192,14 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     ids, logs, actual = [], [], []
     for window in task.windows:
         for position in task.positions:
-            predictions = _predict(server, window[:position], TOP, plain)
-            ids.append([each["id"] for each in predictions])
-            logs.append([each["logprob"] for each in predictions])
-            log_probabilities = dict(zip(ids[-1], logs[-1], strict=True))
-            if window[position] not in log_probabilities:
-                every = _predict(server, window[:position], 2**30, plain)
-                log_probabilities = {each["id"]: each["logprob"] for each in every}
-            actual.append(log_probabilities[window[position]])
+            predicted = _predict(server, window[:position], TOP, window[position])
+            if not predicted:  # the server says nothing of half a character or of an end of text
+                (predicted,) = _predict(server, window[:position], 2**30, plain)
+                every = {each["id"]: each["logprob"] for each in predicted["top_logprobs"]}
+                predicted = [{**predicted, "logprob": every[window[position]]}]
+            ids.append([each["id"] for each in predicted[0]["top_logprobs"][:TOP]])
+            logs.append([each["logprob"] for each in predicted[0]["top_logprobs"][:TOP]])
+            actual.append(predicted[0]["logprob"])
     started = perf_counter()
     states = _embed(server, task.windows) if task.states else []
     read = sum(map(len, task.windows)) / (perf_counter() - started) if task.states else 0.0
@@ -276,13 +276,10 @@ def _run_pairs(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     return answer, arrays
 
 
-def _predict(server: Any, prompt: list[int], top: int, plain: int) -> list[dict[str, Any]]:
-    """Log-probabilities of the next token, the likeliest first, before sampling.
-
-    The token `plain` is sampled: the server says nothing of half a character or of an end of text.
-    """
-    answer = _complete(server, prompt, plain, n_probs=top, cache_prompt=True)
-    found: list[dict[str, Any]] = answer["completion_probabilities"][0]["top_logprobs"]
+def _predict(server: Any, prompt: list[int], top: int, token: int) -> list[dict[str, Any]]:
+    """Return the log-probability of `token`, and those of the likeliest tokens, before sampling: one dict or none."""
+    answer = _complete(server, prompt, token, n_probs=top, cache_prompt=True)
+    found: list[dict[str, Any]] = answer.get("completion_probabilities") or []
     return found
 
 

@@ -27,8 +27,12 @@ def model(tmp_path_factory):
     return save(tmp_path_factory.mktemp("commands") / "model", "llama", tie_word_embeddings=True)
 
 
-def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
+def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path, monkeypatch):
+    """A token that follows need not be likely for its probability to be known without all others."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    predict = llama_cpp._predict
+    monkeypatch.setattr(llama_cpp, "TOP", 64)
+    monkeypatch.setattr(llama_cpp, "_predict", lambda *given: predict(*given) if given[2] == 64 else [])
     text, file = proving(model).text[0], tmp_path / "m.gguf"
     compare = ["--text", text, "--samples", 2, "--window", 48]
     code, output = run("export", model, "--format", "gguf", "--dtype", "f16", "-o", file, *compare)
@@ -39,6 +43,7 @@ def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
     proof = json.loads(output)
     assert proof["passed"]
     assert proof["kl"] < proof["allowed"] == 1e-3
+    assert proof["perplexity"][0] == pytest.approx(proof["perplexity"][1], rel=1e-3)
     code, output = run("convert", file, "-o", tmp_path / "back", "--text", text, "--window", 48, "--json")
     assert code == 0, output
     assert json.loads(output)["validation"]["passed"]
