@@ -194,9 +194,9 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
         for position in task.positions:
             predicted = _predict(server, window[:position], TOP, window[position])
             if not predicted:  # the server says nothing of half a character or of an end of text
-                (predicted,) = _predict(server, window[:position], 2**30, plain)
-                every = {each["id"]: each["logprob"] for each in predicted["top_logprobs"]}
-                predicted = [{**predicted, "logprob": every[window[position]]}]
+                predicted = _predict(server, window[:position], 2**30, plain)
+                every = {each["id"]: each["logprob"] for each in predicted[0]["top_logprobs"]}
+                predicted[0]["logprob"] = every[window[position]]
             ids.append([each["id"] for each in predicted[0]["top_logprobs"][:TOP]])
             logs.append([each["logprob"] for each in predicted[0]["top_logprobs"][:TOP]])
             actual.append(predicted[0]["logprob"])
