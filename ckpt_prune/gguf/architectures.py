@@ -225,6 +225,8 @@ BERT_OUTER = {
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "token_embd_norm",
 }
+RANK = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
+"""Modules of a head that gives one score of two texts, by the names that RoBERTa has."""
 ENCODER_DECODER = "t5"
 """The architecture that has both."""
 SHORT_NAMES = {"encoder": "enc", "decoder": "dec"}
@@ -1065,7 +1067,7 @@ ARCHITECTURES = (
     Architecture("starcoder", "gpt_bigcode", _GPT2, _WORDS | {"transformer.wpe": "position_embd"}, layers="h",
                  whole="heads", unrotated=True, only=_GPT2_ONLY, dense_width="n_inner", epsilon="layer_norm_epsilon",
                  fused="attn.c_attn", grouped=True, gelu="activation_function"),
-    *(Architecture("bert", each, BERT, BERT_OUTER, whole="heads", unrotated=True, only=_ENCODES, encodes=True,
+    *(Architecture("bert", each, BERT, BERT_OUTER | RANK, whole="heads", unrotated=True, only=_ENCODES, encodes=True,
                    epsilon="layer_norm_epsilon", layers="encoder.layer", constants={"attention.causal": False},
                    gelu="hidden_act")
       for each in ("bert", "roberta", "xlm-roberta", "camembert")),

@@ -7,9 +7,9 @@ from typing import Any
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import Architecture
-from ckpt_prune.gguf.encoders import POOLING_KEY
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 
+POOLING_KEY = "pooling_type"
 BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
 

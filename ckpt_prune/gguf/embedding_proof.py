@@ -1,5 +1,6 @@
 """Proving the GGUF file of an encoder in llama.cpp: the same tokens, hidden states and embeddings as in PyTorch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.gguf.encoders import is_encoder, read_dense, stated_pooling
+from ckpt_prune.gguf.encoders import is_encoder, is_ranker, read_dense, stated_pooling
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.gguf.reading import GgufFile
 from ckpt_prune.gguf.tokenizer import load_stored_tokenizer
@@ -56,21 +57,27 @@ def prove_embeddings(
     tokenizer = load_stored_tokenizer(folder)
     texts = texts_to_split(tokenizer, chosen.windows)
     pooling = stated_pooling(file.values)
+    pairs = _choose_pairs(texts) if is_ranker(file.values) else []
     task = LlamaCppTask(
         model=str(file.path),
-        context=chosen.windows.shape[1],
+        context=max(chosen.windows.shape[1], _MOST_OF_PAIRS if pairs else 0),
         threads=threads or torch.get_num_threads(),
         texts=texts,
         windows=chosen.windows.tolist(),
         states=True,
         pooled=pooling is not None,
+        ranked=pairs,
     )
     answer = run_llama_cpp(task, scratch)
     check_texts_split("llama.cpp", tokenizer, texts, answer.tokens)
     theirs = torch.from_numpy(answer.states).double()
     embeddings = None if pooling is None else torch.from_numpy(answer.pooled).double()
+    scores = torch.from_numpy(answer.pooled).double() if pairs else None
     dense_layers = any(name.startswith("dense_") for name in file.tensors)
     figures = _compare(_read_states(folder, chosen, dense_layers, trust=trust), theirs, pooling, embeddings)
+    if scores is not None:
+        ours, pooling = _read_scores(folder, pairs, trust=trust), "rank"
+        figures["pooled"] = (float((ours - scores).square().sum() / ours.square().sum() / 2),) * 2
     allowed = _allowed(file.values["general.architecture"], kind, same_weights=same_weights)
     measured = [(model_name(folder), figures, REMEDY if allowed is None else "")]
     others: dict[str, Any] = {}
@@ -109,6 +116,24 @@ def _read_states(folder: Path, chosen: ProofWindows, dense_layers: bool, *, trus
     for weight in read_dense(folder, states.shape[-1]).values() if dense_layers else ():
         states = states @ weight.read().double().T
     return states
+
+
+_MOST_OF_PAIRS = 256
+"""Tokens of two texts together."""
+
+
+def _choose_pairs(texts: Sequence[str]) -> list[list[str]]:
+    """Return pairs of short texts, which have several lengths."""
+    short = [text[: 40 + 20 * place] for place, text in enumerate(texts) if text.strip()]
+    return [[query, text] for query, text in zip(short, [*short[1:], short[0]], strict=True)]
+
+
+@torch.inference_mode()
+def _read_scores(folder: Path, pairs: Sequence[Sequence[str]], *, trust: bool) -> Tensor:
+    """Return the scores of pairs of texts in PyTorch, (pairs, 1) float64."""
+    model: Any = load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    tokenizer = load_stored_tokenizer(folder)
+    return torch.cat([model(**tokenizer(*pair, return_tensors="pt")).logits.double() for pair in pairs])
 
 
 def pool(states: Tensor, pooling: str) -> Tensor:

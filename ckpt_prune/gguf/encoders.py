@@ -12,19 +12,21 @@ from ckpt_prune.checkpoint.checkpoint import read_tensors
 from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
 from ckpt_prune.checkpoint.sentence_modules import MODULES, POOLING_KEYS, WEIGHTS, read_modules, read_pooling
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
-from ckpt_prune.gguf.architectures import DENSE
+from ckpt_prune.gguf.architectures import DENSE, RANK
+from ckpt_prune.gguf.contents import POOLING_KEY, CannotMapError
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 
 TYPES_KEY = "tokenizer.ggml.token_type_count"
 """Key, as it stands, with the rows of the table of token types, of which llama.cpp adds the first to every token."""
 TOKEN_TYPES = "embeddings.token_type_embeddings"
 """Module of that table."""
-POOLING_KEY = "pooling_type"
 CAUSAL_KEY = "attention.causal"
 _POOLER = "pooler."
 _LINEAR = "linear.weight"
 _WITHOUT_HEAD = ("Model", "ForMaskedLM", "ForPreTraining")
 """Endings of classes whose use in llama.cpp is that of their hidden states."""
+RANKS = "ForSequenceClassification"
+"""Ending of classes whose head may give a score of two texts."""
 _POOLING = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "lasttoken": PoolingType.LAST}
 """Pooling of sentence-transformers → llama.cpp's."""
 
@@ -32,6 +34,28 @@ _POOLING = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "lasttoken": Pooli
 def reads_texts(architecture: str) -> bool:
     """Return whether a class's hidden states are what it is used for in llama.cpp: heads that predict masks are not."""
     return architecture.endswith(_WITHOUT_HEAD)
+
+
+def place_of_score(name: str) -> str | None:
+    """Return the name here of a tensor of the head of a class that ends in `RANKS`; None if it is no such tensor."""
+    module, _, kind = name.rpartition(".")
+    found = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}.get(module, module)
+    return f"{found}.{kind}" if found in RANK else None
+
+
+def score_of(outer: Mapping[str, GgufWeight]) -> int:
+    """Return llama.cpp's number for a head that gives a score of two texts.
+
+    Raises:
+        CannotMapError: it gives several, or tokens of the second text have a type of their own.
+    """
+    count = outer["classifier.out_proj.weight"].shape[0]
+    if count != 1:
+        raise CannotMapError(f"a head gives one score of two texts there, and here {count}")
+    types = outer.get(f"{TOKEN_TYPES}.weight")
+    if types is not None and types.shape[0] > 1 and bool((rows := types.read().float()).ne(rows[0]).any()):
+        raise CannotMapError("all tokens have the first type there, and here those of the second text have another")
+    return int(PoolingType.RANK)
 
 
 def is_left_out(module: str) -> bool:
@@ -98,6 +122,11 @@ def pooling_of(folder: Path, *, dense: bool = False) -> tuple[int | None, list[s
     if others and not dense:
         notes.append(f"{' and '.join(others)} of modules.json are left out: embeddings are what the pooling makes")
     return (None if number is None else int(number)), notes
+
+
+def is_ranker(values: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a file say that it gives a score of two texts."""
+    return bool(values.get(f"{values.get('general.architecture')}.{POOLING_KEY}") == PoolingType.RANK)
 
 
 def is_encoder(values: Mapping[str, Any]) -> bool:

@@ -27,20 +27,23 @@ from ckpt_prune.gguf.architectures import (
     OTHERWISE,
     OUTPUT,
     QUERY,
+    RANK,
     SHARED_WIDTH,
     VALUE,
     Architecture,
 )
-from ckpt_prune.gguf.contents import BLOCK, CannotMapError, Layout, describe_filled
+from ckpt_prune.gguf.contents import BLOCK, POOLING_KEY, CannotMapError, Layout, describe_filled
 from ckpt_prune.gguf.encoders import (
-    POOLING_KEY,
+    RANKS,
     TOKEN_TYPES,
     TYPES_KEY,
     describe_left_out,
     is_left_out,
+    place_of_score,
     pooling_of,
     read_dense,
     reads_texts,
+    score_of,
 )
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.orders import (
@@ -157,7 +160,11 @@ class GgufSource:
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             if encoder is not None and (not name.startswith(base) or is_left_out(name.removeprefix(base))):
-                left_out.append(name)
+                scores = place_of_score(name.removeprefix(base)) if architecture.endswith(RANKS) else None
+                if scores is None:
+                    left_out.append(name)
+                else:
+                    outer[scores] = weight
                 continue
             whole = name if name == head or name.startswith(before) else before + name
             whole = whole if encoder is None else name.removeprefix(base)
@@ -521,7 +528,7 @@ def _encoder(model_type: str, architecture: str) -> Architecture:
             f"{architecture} does not generate text, and GGUF files are written of models that do, and of encoders "
             f"({', '.join(each.model_type for each in named)}): {elsewhere}"
         )
-    if not reads_texts(architecture):
+    if not (reads_texts(architecture) or (architecture.endswith(RANKS) and RANK.items() <= found.outer.items())):
         raise CannotMapError(
             f"{architecture} answers by a head, and GGUF files are written of encoders for the hidden states and "
             f"embeddings that they make: {elsewhere}"
@@ -633,6 +640,8 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
             raise CannotMapError(lines[0])
         for place, shape in enumerate(dense, 2):
             rotary |= {f"dense_{place}_feat_{end}": size for end, size in zip(("out", "in"), shape, strict=True)}
+        if f"{next(iter(RANK))}.weight" in source.outer:
+            number, lines = score_of(source.outer), []
         rotary |= {} if number is None else {POOLING_KEY: number}
         notes += lines
     elif context < _context(source, architecture):

@@ -42,6 +42,7 @@ class LlamaCppTask:
         repeats: times that this is done; the fastest counts, as what else runs on the machine only slows it down.
         states: also return what the head reads at every token of the windows; of an encoder, its last hidden states.
         pooled: also return the embedding of each window, pooled as the file says.
+        ranked: pairs of texts, of which a reranker gives scores: they take the place of embeddings, (pairs, 1).
         targets: for each window what a decoder reads behind an encoder that has read the window. The next token is
             predicted after each number of them in `places`; in the answer they are one window.
         places: of each target.
@@ -59,6 +60,7 @@ class LlamaCppTask:
     repeats: int = 1
     states: bool = False
     pooled: bool = False
+    ranked: list[list[str]] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
 
@@ -150,7 +152,7 @@ def _reason(log: str, code: int) -> str:
 
 
 def _start(task: LlamaCppTask, *, embeds: bool, pools: bool = False) -> Any:
-    """Start a server; one that embeds gives states of all tokens, or pools them as the file says."""
+    """Start a server; one that embeds gives states of all tokens, or pools them as the file says, or ranks."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -169,6 +171,8 @@ def _start(task: LlamaCppTask, *, embeds: bool, pools: bool = False) -> Any:
         params.embedding, params.n_batch, params.n_ubatch = True, params.n_ctx, params.n_ctx
     if embeds and not pools:
         params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
+    elif task.ranked:
+        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_RANK
     return xllamacpp.Server(params)
 
 
@@ -204,6 +208,10 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     states = _embed(server, task.windows) if task.states else []
     read = sum(map(len, task.windows)) / (perf_counter() - started) if task.states else 0.0
     pooled = _embed(_start(task, embeds=True, pools=True), task.windows) if task.pooled else []
+    if task.ranked:
+        ranker = _start(task, embeds=True, pools=True)
+        asked = ({"query": query, "documents": [text]} for query, text in task.ranked)
+        pooled = [[[_post(ranker, "/rerank", each)["results"][0]["relevance_score"]]] for each in asked]
     speeds = {"prompt_per_second": read, "predicted_per_second": 0.0}
     if task.generate:
         prompt = task.windows[0][: task.context - task.generate]

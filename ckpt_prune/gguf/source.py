@@ -444,6 +444,8 @@ def _add_encoder(file: GgufFile, keys: Keys, architecture: Architecture, config:
         raise keys.refuse(CAUSAL_KEY, "and no class of transformers is known to compute that")
     if "dense_2.weight" in file.tensors:
         raise keys.refuse("dense_2_feat_out", "and no modules Dense are made of it: take the checkpoint that it is of")
+    if "cls.weight" in file.tensors:
+        raise keys.refuse("pooling_type", "and no class with a head is made of it: take the checkpoint that it is of")
     heads = config["num_attention_heads"]
     if architecture.whole and heads * config["head_dim"] != config["hidden_size"]:
         raise keys.refuse("attention.head_count", "and heads are together as wide as the model; download it again")

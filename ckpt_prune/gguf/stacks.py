@@ -30,8 +30,8 @@ from ckpt_prune.gguf.architectures import (
     TANH_GELU,
     Architecture,
 )
-from ckpt_prune.gguf.contents import BLOCK, CannotMapError, Layout, describe_filled
-from ckpt_prune.gguf.encoders import CAUSAL_KEY, POOLING_KEY, pooling_of
+from ckpt_prune.gguf.contents import BLOCK, POOLING_KEY, CannotMapError, Layout, describe_filled
+from ckpt_prune.gguf.encoders import CAUSAL_KEY, pooling_of
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.reading import GgufFile

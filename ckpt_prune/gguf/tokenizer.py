@@ -201,6 +201,10 @@ def read_tokenizer(folder: Path, rows: int, *, encodes: bool = False) -> FileTok
     if not (start and end) and values["tokenizer.ggml.model"] == "bert":
         raise UserError(f"{folder}: llama.cpp puts {tokenizer.cls_token} and {tokenizer.sep_token} around every text")
     values |= {"tokenizer.ggml.add_bos_token": start, "tokenizer.ggml.add_eos_token": end}
+    if encodes and end and (separator := tokenizer.sep_token_id) is not None:  # of two texts that a reranker reads
+        pair = list(tokenizer("a", "a", verbose=False)["input_ids"])
+        behind = len(split(tokenizer, "a", framed=True))
+        values["tokenizer.ggml.add_sep_token"] = pair[behind - 1 : behind + 1] == [separator, separator]
     template = tokenizer.chat_template
     if isinstance(template, dict) and "default" not in template:
         raise UserError(f"{folder}: none of the chat templates is named default: {', '.join(template)}")

@@ -5,7 +5,13 @@ import re
 
 import pytest
 from tokenizers import Tokenizer, processors
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 import ckpt_prune
 from ckpt_prune.checkpoint.sentence_modules import read_modules
@@ -24,6 +30,7 @@ from tests.runner.frontiers import run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 
+RERANKER = AutoModelForSequenceClassification
 BERT = {"num_hidden_layers": 2, "type_vocab_size": 2, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
 ROBERTA = BERT | {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
 ENCODERS = {
@@ -69,6 +76,19 @@ def test_an_encoder_makes_the_same_hidden_states_and_embeddings(name, tmp_path):
     for text in (*HARD_TEXTS, "A  ab\tAb½ return<mask>", "été"):
         assert split(again, text) == split(stored, text)
     assert validate_gguf(exported.path, str(tmp_path / "back"), proving(folder)).passed
+
+
+@pytest.mark.parametrize("name", ["xlm-roberta", "bert"])
+def test_a_reranker_gives_the_same_scores(name, tmp_path):
+    """Tokens of the second text of a BERT may have no type of their own."""
+    folder = save(tmp_path / "model", name, RERANKER, num_labels=1, **BERT | {"type_vocab_size": 1})
+    (save_unigram if name == "xlm-roberta" else save_pieces)(folder)
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert (exported.passed, exported.proof.pooling) == (True, "rank"), exported.proof
+    assert exported.proof.pooled[0] < 1e-5
+    assert not any("left out" in note for note in exported.notes)
+    with pytest.raises(UserError, match="pooling_type is '4', and no class with a head is made of it"):
+        ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", proof=False)
 
 
 def test_modules_dense_of_embeddinggemma_are_in_its_file(tmp_path):
@@ -151,6 +171,8 @@ def test_pruned_heads_and_columns_are_filled_up(tmp_path):
     ("auto", "changes", "says"),
     [
         (AutoModelForTokenClassification, {}, "BertForTokenClassification answers by a head, and GGUF files are"),
+        (RERANKER, {"num_labels": 1}, "all tokens have the first type there, and here those of the second text have"),
+        (RERANKER, {"num_labels": 3, "type_vocab_size": 1}, "a head gives one score of two texts there, and here 3"),
         (AutoModel, {"hidden_act": "relu"}, "'gelu_new' or 'gelu_fast' or 'gelu', and config.json has 'relu'"),
     ],
 )

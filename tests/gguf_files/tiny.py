@@ -150,7 +150,9 @@ def save_pieces(folder: Path, **normalizer: Any) -> None:
     pieces.normalizer = normalizers.BertNormalizer(**{"strip_accents": None} | normalizer)
     pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     around = [("[CLS]", 4), ("[SEP]", 3)]
-    pieces.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
+    pieces.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=around
+    )
     pieces.add_special_tokens(words[:5])
     named = {"unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]", "sep": "[SEP]", "cls": "[CLS]"}
     fast = PreTrainedTokenizerFast(tokenizer_object=pieces, **{f"{key}_token": token for key, token in named.items()})
@@ -167,7 +169,9 @@ def save_unigram(folder: Path) -> None:
     stored.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), around])
     stored.decoder = decoders.Metaspace("▁", "always")
     ends = [("<s>", 0), ("</s>", 2)]
-    stored.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    stored.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=ends
+    )
     named = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=stored, **{f"{key}_token": token for key, token in named.items()})
     fast.save_pretrained(folder)
@@ -176,7 +180,8 @@ def save_unigram(folder: Path) -> None:
 def frame_tokens(folder: Path) -> None:
     """Let a model's tokenizer put its first and its last token around a text."""
     stored, ends = Tokenizer.from_file(str(folder / "tokenizer.json")), [("<s>", 0), ("</s>", 1)]
-    stored.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    around = {"single": "<s> $A </s>", "pair": "<s> $A </s> </s> $B </s>"}
+    stored.post_processor = processors.TemplateProcessing(**around, special_tokens=ends)
     stored.save(str(folder / "tokenizer.json"))
 
 
