@@ -8,7 +8,9 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +154,19 @@ def find_imports(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names if module.startswith("tests"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let every second worker import files from the last on: then each rewrites the assertions of half of them."""
+    worker, config = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), session.config
+    is_whole = [Path(each).resolve() for each in config.args] == [ROOT / "tests"] and not config.getoption("--quick")
+    if not is_whole or int(worker.removeprefix("gw")) % 2 == 0:
+        return
+    files = sorted((ROOT / "tests").rglob("test_*.py"), reverse=True)
+    for path in (each for each in files if each.with_name("__init__.py").exists()):
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and says so
+            import_module(".".join(path.relative_to(ROOT / "tests").with_suffix("").parts))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the thorough cells, and put the files that take longest first."""
     if not config.getoption("--thorough"):
@@ -267,6 +282,14 @@ def few_objects() -> None:
     if len(gc.get_objects()) > MANY:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def skip_count() -> Iterator[None]:
+    """Say at once that objects are frozen, as they are here: Python counts millions of them anew each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,9 +30,8 @@ PRUNE = ["prune", "arcee", *FAMILY, "--recipe", "flap", "--ratio", "0.5", *TEXT]
 
 
 @pytest.fixture
-def arcee(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def arcee(place: Path) -> Path:
     """`arcee`: llama's blocks with an MLP of two projections; and `arcee.json`, as `inspect --json` gives it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     torch.manual_seed(0)
     with quiet_transformers():
         ArceeForCausalLM(ArceeConfig(**SIZES)).save_pretrained("arcee")

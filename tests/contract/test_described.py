@@ -16,7 +16,9 @@ from ckpt_prune.model.model import Model
 
 from .models import CASES, Case
 
-DESCRIBED = [case for case in CASES if is_described(case.published_config)]
+DESCRIBED = [
+    case for case in CASES if is_described({"model_type": case.model_type, "architectures": [case.architecture]})
+]
 
 
 def headers_of(case: Case, **changes: Any) -> Checkpoint:

@@ -1,13 +1,14 @@
 """A stage appears wherever stages are spoken of by its own folder and two lines in STAGES alone."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import ckpt_prune
-from tests.stages.toy import run_with_scale
+from tests.forked import posix, run_forked
 
+SCRIPT = Path(__file__).parent / "toy" / "run_with_scale.py"
 MODEL = str(Path(ckpt_prune.__file__).parent / "demo" / "model")
 RECIPE = """\
 version: 1
@@ -18,6 +19,15 @@ scale: {factor: 3}
 """
 
 
+def run_anew(*arguments: str) -> None:
+    """Run the script as a new Python does, but for what others' packages cost to import."""
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("ckpt_prune", "tests")]:
+        del sys.modules[name]
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+@posix
 def test_a_stage_is_its_folder_and_two_lines(tmp_path):
     (tmp_path / "mine.yaml").write_text(RECIPE, encoding="utf-8")
     prune = ["prune", MODEL, "--recipe", "mine.yaml", "-o", "out"]
@@ -31,8 +41,7 @@ def test_a_stage_is_its_folder_and_two_lines(tmp_path):
         "verify": ["verify", "out", "--against", MODEL],
         "page": ["report", "out", "-o", "page.html"],
     }
-    script = [sys.executable, run_with_scale.__file__, str(tmp_path / "stages.py"), json.dumps([*lines.values()])]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run_forked(lambda: run_anew(str(tmp_path / "stages.py"), json.dumps([*lines.values()])), tmp_path)
     assert done.returncode == 0, done.stderr
     outputs = dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
     shown = {name: text for name, (_, text) in outputs.items()}
