@@ -3,7 +3,7 @@
 import math
 
 from ckpt_prune.common.formatting import format_distinctly, human_bytes, plural
-from ckpt_prune.onnx.export import Exported
+from ckpt_prune.onnx.export import Exported, count_graph_bytes
 from ckpt_prune.onnx.records import Case, Continuation, Metric, Quantization, Validation, Validations
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
@@ -23,6 +23,9 @@ def exported_lines(exported: Exported) -> list[str]:
         lines.append("not compared with PyTorch: `ckpt-prune validate` does it")
     for graphs in what.split_by_type():
         first, size = graphs.graph, human_bytes(exported.bytes[graphs.dtype])
+        if len(graphs.graphs) > 1:
+            sizes = ((each.stack, human_bytes(count_graph_bytes(exported.path, each.file))) for each in graphs.graphs)
+            size += f" ({', '.join(f'{stack} {own}' for stack, own in sizes)})"
         for graph in graphs.graphs:
             rounding = [] if graph.quantization is None else rounding_lines(graph.quantization)
             lines += rounding if graph.stack is None else [f"{graph.stack}: {line}" for line in rounding]

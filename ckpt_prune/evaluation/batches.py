@@ -62,9 +62,13 @@ def count_windows(model: Configured, window: int) -> int:
     return max(1, min(LOGIT_BYTES // bytes_per_window, BATCH_TOKENS // window))
 
 
-def iterate_rows(model: Configured, windows: Tensor, *, what: str) -> Iterator[slice]:
-    """Yield slices of windows (windows, window) that make a batch each, with a progress bar."""
-    size = count_windows(model, windows.shape[1])
+def iterate_rows(model: Configured, windows: Tensor, *, what: str, longest: int = 1) -> Iterator[slice]:
+    """Yield slices of windows (windows, window) that make a batch each, with a progress bar.
+
+    Args:
+        longest: tokens of what is read besides a window, such as the source of a target.
+    """
+    size = min(count_windows(model, windows.shape[1]), max(1, BATCH_TOKENS // longest))
     for start in track(range(0, len(windows), size), what, unit="batch"):
         yield slice(start, start + size)
 

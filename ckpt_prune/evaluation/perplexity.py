@@ -207,7 +207,8 @@ def _add_up(models: Sequence[LanguageModel], samples: Tensor | ScoredWindows, wh
     ]
     sums, device = PredictionSums(), models[0].device
     positions = max(1, STRIP_BYTES // (models[0].config.get_text_config().vocab_size * 4))
-    for rows in iterate_rows(models[0], windows, what=what):
+    longest = shown.longest if isinstance(shown, PairWindows) else 1
+    for rows in iterate_rows(models[0], windows, what=what, longest=longest):
         strips = [reader.of_batch(rows) for reader in readers]
         for row, tokens in enumerate(windows[rows].to(device)):
             for start in range(0, len(tokens) - 1, positions):

@@ -505,16 +505,24 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     of other kinds than --text and --held-out, such as other languages, then lose more than is measured."""
     held_out: Texts = option(default=(), metavar="FILE", group=MEASURE, digest="content")
     """Text to measure on, which must not be --text: what was fitted to a text looks too good on it. A named text, such
-    as wikitext2, is its test split here. May be repeated. Models of images are measured on images that they were not
-    rounded by."""
+    as wikitext2, is its test split here. May be repeated. With --data other rows of the same form. Models of images
+    are measured on images that they were not rounded by."""
     held_out_samples: int | None = option(default=None, ge=1, group=MEASURE)
-    """Windows of --held-out, or images. [default: 16 windows, 256 images]"""
+    """Windows of --held-out, or rows, or images. [default: 16 windows, 64 rows, 256 images]"""
+    data: Input = option(default=None, metavar="FILE", digest="content")
+    """Rows (.jsonl, .json) to measure an encoder-decoder on, with --for onnxruntime: of source and target, or for
+    Whisper of audio, a path, and text."""
     samples: int | None = option(default=None, ge=1)
     """Windows of --text. [default: 32]"""
     window: int | None = option(default=None, ge=2)
     """Tokens per window, of --text and of --held-out. [default: the model's context length, at most 512]"""
     # No option here: it is for models of text and of images.
     audio: ClassVar[None] = None  # type: ignore[misc]
+
+    @property
+    def talks(self) -> Path | None:
+        """The file of --data."""
+        return self.data
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -531,6 +539,14 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
                 raise ValueError(f"--images: files for {self.runs_on} are of models of text; say --for onnxruntime")
             if self.text or self.held_out:
                 raise ValueError("--images are measured on, too: --text and --held-out do not go with them")
+            return self
+        if self.data is not None:
+            if self.runs_on != "onnxruntime":
+                raise ValueError(f"--data: files for {self.runs_on} are measured on text; say --for onnxruntime")
+            if self.target_latency is not None:
+                raise ValueError("--target-latency is for models of one graph: ask for --target-bytes or --max-loss")
+            if self.text or len(self.held_out) != 1 or self.held_out[0] == self.data:
+                raise ValueError("--data goes with one --held-out FILE of other rows, and without --text")
             return self
         if not self.text:
             raise ValueError("frontier measures the model: give --text FILE, or --images DIR with --for onnxruntime")

@@ -12,9 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, SwinConfig, SwinForImageClassification
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.pairs import PairReader, choose_pairs
 from ckpt_prune.onnx import export as exporting
+from ckpt_prune.onnx.pairs import OnnxPair, make_pair_case
 from ckpt_prune.onnx.session import OnnxModel
 from ckpt_prune.runner.frontier import graphs
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
@@ -37,6 +40,7 @@ from tests.runner.frontiers import (
 )
 from tests.sentence_folders import make_sentences
 from tests.seq2seq import write_model as write_seq2seq
+from tests.seq2seq import write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -283,12 +287,50 @@ def test_models_in_stages_keep_their_columns(place):
     assert found == ["float32", "int8 everywhere", "int4 everywhere, GPTQ"]
 
 
-def test_an_encoder_decoder_is_refused(place):
-    write_seq2seq(place / "t5", "t5")
-    texts = ["--text", place / "text.txt", "--held-out", place / "held_out.txt", "--target-bytes", "60KB"]
-    code, output = run("frontier", place / "t5", "--for", "onnxruntime", *texts, "-o", place / "both")
-    assert code == 2
-    assert "t5 is an encoder-decoder, of which two graphs are made: frontier finds one; `ckpt-prune export " in output
+def test_both_graphs_of_an_encoder_decoder_share_a_size(place, monkeypatch):
+    """All weights in 4 bits have 123 KB: units of both stacks go, and the commands make the same graphs."""
+    model = write_seq2seq(place / "bart", "bart")
+    rows = write_pairs(place / "rows.jsonl").read_text().splitlines(keepends=True)
+    for name, some in (("pairs.jsonl", rows[:32]), ("others.jsonl", rows[32:])):
+        (place / name).write_text("".join(some))
+    data = ["--data", place / "pairs.jsonl", "--held-out", place / "others.jsonl", "--samples", 4]
+    code, printed = run(
+        "frontier", place / "bart", *data, "--for", "onnxruntime", "--target-bytes", 122_000, "-o", place / "both"
+    )
+    assert code == 0, printed
+    found, folder = read(place, "both"), place / "both"
+    best = best_of(found)
+    assert best["name"] == "without 15% of the units of both stacks, by budget, GPTQ"
+    assert best["pruned"] == {"mlp": [40, 40, 47, 47, 47]}
+    files = ["encoder_model_q4.onnx", "decoder_model_merged_q4.onnx"]
+    assert 0.9 * 122_000 < best["bytes"] == sum((folder / file).stat().st_size for file in files) <= 122_000
+    assert re.search(r"^Its graphs: encoder [\d.]+ KB, decoder [\d.]+ KB\.$", printed, re.MULTILINE)
+    pair, lost, tokens = OnnxPair(folder, files), 0.0, 0
+    pairs = choose_pairs(
+        PairReader(Checkpoint.open(place / "bart"), None), place / "others.jsonl", "decoder", samples=None, seed=None
+    )
+    for row in range(len(pairs)):
+        feed = make_pair_case(pairs, row, row + 1).feed
+        with torch.no_grad():
+            ours, theirs = (each(**feed).logits[0].double().log_softmax(-1) for each in (pair, model))
+        lost, tokens = lost + float((theirs.exp() * (theirs - ours)).sum()), tokens + len(ours)
+    assert best["kl"] == pytest.approx(lost / tokens, rel=1e-3)
+    monkeypatch.chdir(folder)
+    paste(printed, monkeypatch)
+    assert all(Path("made", file).read_bytes() == Path(file).read_bytes() for file in files)
+    code, output = run(
+        "frontier",
+        place / "bart",
+        "--for",
+        "onnxruntime",
+        "--text",
+        place / "text.txt",
+        "--held-out",
+        place / "held_out.txt",
+        "-o",
+        place / "no",
+    )
+    assert "bart reads pairs of a source and its target: give --data FILE --held-out OTHER" in output
 
 
 def test_an_embedder_is_measured_on_short_texts_and_its_loss_is_said_of_the_cosine(place):

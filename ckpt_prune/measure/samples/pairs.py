@@ -206,7 +206,12 @@ class PairWindows(ScoredWindows):
     @property
     def tokens(self) -> int:
         """Tokens of the longest sample in the stack."""
-        return int(self.sources["input_ids"].shape[1] if self.stack == "encoder" else self.windows.shape[1])
+        return self.longest if self.stack == "encoder" else int(self.windows.shape[1])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest source; those that the encoder makes of a sound."""
+        return int(self.sources["input_ids"].shape[1]) if self.sounds is None else self.sounds.tokens
 
     @property
     def fingerprint(self) -> str:

@@ -34,7 +34,7 @@ from ckpt_prune.runner.vocabularies import parts_of_tokens
 
 SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
 """Windows that the model is measured on, and their tokens, by default, and windows that candidates are."""
-INPUTS = ("model", "text", "images", "labels")
+INPUTS = ("model", "text", "images", "labels", "data")
 """Options that name what is read, and that commands which make a candidate have, too."""
 RARE = 0.5
 """Windows are said to miss rare tokens if fewer tokens lengthen them by less than this share of what texts grow by."""

@@ -70,7 +70,8 @@ class RoundedCandidate:
         kinds: way to store a weight → how many are stored so.
         counted: which weights `kinds` counts, in words.
         by_budget: a budget chose how each weight is stored, so that the size must be named to make it again.
-        columns: that the MLP of each block keeps, if the model was pruned; else empty.
+        columns: that the MLP of each block keeps, of the encoder first, if the model was pruned; else empty.
+        heads: heads went, too.
         commands: that make it.
         rows: tokens that stay; None: all.
         recipe: that prunes and rounds it, if one does both.
@@ -84,6 +85,7 @@ class RoundedCandidate:
     counted: str = ""
     by_budget: bool = False
     columns: tuple[int, ...] = ()
+    heads: bool = False
     commands: tuple[str, ...] = ()
     rows: int | None = None
     recipe: dict[str, Any] | None = None

@@ -42,17 +42,18 @@ from ckpt_prune.evaluation.sentences import cut_texts
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.pairs import reads_pairs
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer
-from ckpt_prune.model.composites import is_encoder_decoder
-from ckpt_prune.model.containers.opening import Opening, open_checkpoint
+from ckpt_prune.model.containers.opening import Opening, open_checkpoint, open_model
 from ckpt_prune.model.model import Model
-from ckpt_prune.onnx.export import complete_folder, measure_for, save_entries
+from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.onnx.export import complete_folder, count_graph_bytes, measure_for, save_entries
 from ckpt_prune.onnx.metrics import is_of_sentences
 from ckpt_prune.onnx.quantization.choosing import Prices
 from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme
 from ckpt_prune.onnx.records import GraphEntry, Manifest
-from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
+from ckpt_prune.onnx.samples import IMAGES, PAIRS, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA
 from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import trace_model
@@ -61,6 +62,7 @@ from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.recipe.shipped import ONE_WIDTH_RECIPE
 from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
 from ckpt_prune.runner.frontier.asked import (
@@ -97,7 +99,7 @@ PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 COUNTED = "weight matrices of products and embeddings"
 """Weights of a graph that are stored in few bits."""
-NATS = {"text": "nats a token", "image": "nats an image"}
+NATS = {"text": "nats a token", "image": "nats an image", "pairs": "nats a token"}
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
 TRIES = ("columns", "columns, second try")
@@ -105,6 +107,8 @@ TRIES = ("columns", "columns, second try")
 where many columns go."""
 PRICES = "what weights lose"
 """Entry of the journal."""
+SHARES = (0.15, 0.3, 0.5)
+"""Shares of the units of both stacks that may go of an encoder-decoder."""
 PRUNE_FROM = 0.02
 """Loss of fewer bits alone from which on fewer columns are in question, too."""
 
@@ -113,12 +117,10 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     """Find the graph that is as small as is asked for and loses least (`ckpt_prune.frontier`)."""
     say = Notices()
     source = open_checkpoint(options.model, Opening(options.trust_remote_code, whole=True))
-    if is_encoder_decoder(source.config):
-        raise UserError(
-            f"{source.name} is an encoder-decoder, of which two graphs are made: frontier finds one; "
-            f"`ckpt-prune export {shlex.quote(str(options.model))} --dtype int4 -o OUT` writes both"
-        )
     task = choose_task(source.config, folder=source.path)
+    if task.modality == "pairs" and options.data is None:
+        audio = task.name == "automatic-speech-recognition"
+        raise UserError(f"{reads_pairs(source.name, audio=audio)} --held-out OTHER")
     check_padding(source.config, task)
     limit, loss = _read_target(options, source, task)
     own: GraphType = "fp32" if source.dtype == torch.float32 else "fp16"
@@ -134,9 +136,11 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     parts = {"model": source.fingerprint}
     if samples.windows is not None:
         parts["choice of samples"] = fingerprint_windows(samples.windows)
+    if samples.pairs is not None:
+        parts["choice of samples"] = samples.pairs.fingerprint
     with open_staging(options, parts, say) as staging:
         maker = GraphMaker(options, source, task, samples, staging, workload)
-        if limit is not None and not maker.unpriced.reaches(limit):
+        if limit is not None and samples.pairs is None and not maker.unpriced.reaches(limit):
             if maker.pruning is None:
                 maker.unpriced.check_bytes(limit)
             else:
@@ -157,6 +161,8 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
         if owner.kept is not None and samples.windows is not None:
             remarks = words_of_rare_tokens(options, Model.of(source), owner.kept, samples.windows)
             frontier = replace(frontier, remarks=remarks)
+        if frontier.best is not None and samples.pairs is not None:
+            frontier = replace(frontier, remarks=[f"Its graphs: {owner.words_of_parts(frontier.best.candidate.name)}."])
         owner.publish(frontier)
     return frontier
 
@@ -168,6 +174,8 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
         return None, allowed
     limit = parse_size("bytes", options.target_bytes).of(source.nbytes)
     weights, model, tables = sum(info.numel for info in source.tensors.values()), _model_of(source), 0
+    if task.modality == "pairs":
+        weights -= int(weights * SHARES[-1])
     if model is not None and task.name == "text-generation":
         tables = sum(source.tensors[name].numel for name in tables_in_question(model, options))
         weights -= int(tables * (1 - least_share(model, options)))
@@ -225,7 +233,9 @@ def _choose_samples(options: FrontierOptions, source: Checkpoint, task: GraphTas
         return choose_proof_samples(source.path, task, check_options(ProofOptions, images), trust=trust, rounded=True)
     given = check_options(ProofOptions, _proof_options(options))
     rounding = choose_proof_samples(source.path, task, given, trust=trust, rounded=True).for_rounding
-    other = given.model_copy(update={"text": options.held_out, "samples": options.held_out_samples or HELD_OUT})
+    most = options.held_out_samples
+    held_out_rows = {"data": options.held_out[0], "samples": most or PAIRS} if task.modality == "pairs" else None
+    other = given.model_copy(update=held_out_rows or {"text": options.held_out, "samples": most or HELD_OUT})
     held_out = choose_proof_samples(source.path, task, other, trust=trust)
     return replace(held_out, for_rounding=rounding)
 
@@ -234,7 +244,8 @@ def _proof_options(options: FrontierOptions) -> dict[str, Any]:
     """Return the options of `export` that take the same data."""
     if options.images:
         return {"images": options.images, "labels": options.labels, "seed": options.seed}
-    return {"text": options.text, "samples": options.samples, "window": options.window}
+    named = {"text": options.text} if options.data is None else {"data": options.data}
+    return named | {"samples": options.samples, "window": options.window}
 
 
 def _candidates(
@@ -247,12 +258,18 @@ def _candidates(
         if maker.unpriced.reaches(limit):
             yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
             yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
+        if maker.task.modality == "pairs":
+            yield from _with_narrower_stacks(maker, results, limit, math.inf, say)
+            return
         pruned = maker.with_less(limit, math.inf, best_within(results, limit, None), say)
         if pruned is not None:
             yield pruned, f"{pruned.chosen} by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
         return
     assert loss is not None
     yield from _within_loss(maker, results, loss)
+    if maker.task.modality == "pairs":
+        yield from _with_narrower_stacks(maker, results, None, loss, say)
+        return
     narrow = maker.with_less(None, loss, best_within(results, None, loss), say)
     if narrow is not None:
         yield from _within_loss(narrow, results, loss, f"{narrow.chosen}, ")
@@ -271,6 +288,36 @@ def _within_loss(
 
     for name, decision in choose_for_loss(loss, results, decide, stored):
         yield maker, f"{prefix}{name}", "int4", lambda decision=decision: decision  # type: ignore[misc]
+
+
+def _with_narrower_stacks(
+    maker: "GraphMaker", results: list[MeasuredRounded], limit: int | None, loss: float, say: Notices
+) -> Iterator[tuple["GraphMaker", str, GraphType, Decide]]:
+    """Yield graphs of an encoder-decoder whose stacks have lost a share of their units, as long as that is better.
+
+    Nothing is predicted of shares: each is pruned, and measured before anything is rounded.
+    """
+    for share in SHARES:
+        best = best_within(results, limit, None if limit is not None else loss)
+        at_stake = loss if limit is None else math.inf if best is None else best.score.kl
+        if at_stake < PRUNE_FROM:
+            return
+        pruned = maker.prune_stacks(share)
+        words, lost = f"without {share:.0%} of the units of both stacks", pruned.unpriced.in_float()
+        if lost >= at_stake:
+            than = "too much" if limit is None else f"no less than bits alone ({at_stake:.4f})"
+            say(f"{words}: a loss of {lost:.4f} before anything is rounded, {than}")
+            return
+        say(f"{words}: a loss of {lost:.4f} before anything is rounded")
+        if limit is None:
+            yield from _within_loss(pruned, results, loss, f"{words}, ")
+        elif pruned.unpriced.reaches(limit):
+            yield pruned, f"{words}, by budget, GPTQ", "int4", lambda pruned=pruned: pruned.fitted.within_bytes(limit)  # type: ignore[misc]
+        after = best_within(results, limit, None if limit is not None else loss)
+        if best is not None and after is best:
+            return
+    if limit is not None and best_within(results, limit, None) is None:
+        pruned.unpriced.check_bytes(limit)
 
 
 def _words_of_pruned(chosen: Pruning, lost: float) -> str:
@@ -307,9 +354,22 @@ class GraphMaker:
         self.workload, self.pruned_by, self._dense = workload, pruned_by, dense
         how = options.trust_remote_code, task, samples, workload
         self.scores: GraphScores = GraphScores(source.whole, *how) if dense is None else dense.scores
-        self.columns = () if dense is None else tuple(Model.of(source).unit_counts(SPACE))
+        self.columns = () if dense is None else self._count(SPACE)
+        self.heads = dense is not None and task.modality == "pairs" and self._count("heads") != dense._count("heads")
         self.kept: tuple[int, ...] | None = None
         self.by_tokens = 0.0
+
+    def _count(self, space: SpaceName) -> tuple[int, ...]:
+        """Return the units of a space in each block, of both stacks of an encoder-decoder, the encoder first."""
+        if self.task.modality != "pairs":
+            return tuple(Model.of(self.source).unit_counts(space))
+        trust, folder = self.options.trust_remote_code, str(self.source.path)
+        stacks = (open_model(folder, Opening(trust, part=task.stack)) for task in self.task.graphs)
+        return tuple(count for model in stacks for count in model.unit_counts(space))
+
+    def prune_stacks(self, share: float) -> Self:
+        """Return the maker of the same encoder-decoder without a share of the units of both stacks."""
+        return self._prune(f"{100 * share:.0f}", {"recipe": ONE_WIDTH_RECIPE, "ratio": share})
 
     @property
     def may_prune(self) -> bool:
@@ -329,7 +389,7 @@ class GraphMaker:
         named = as_named_in(options.output, prune_into(out, given, progress=options.progress))
         named = named if place is None else named.model_copy(update={"recipe": place})
         words = ["ckpt-prune", "prune", *words_of_options(named, given), "-o", PRUNED]
-        pruned = open_checkpoint(str(out), Opening(True))
+        pruned = open_checkpoint(str(out), Opening(True, whole=True))
         of_all = self.task, self.samples, self.staging, self.workload
         return type(self)(options, pruned, *of_all, dense=self, pruned_by=words)
 
@@ -486,9 +546,11 @@ class GraphMaker:
         how: dict[str, Any] = {"opset": None, "fusions": None, "log": self.staging.scratch / "export-error.log"}
         graphs = {task.stack: trace_model(remove_head(model, task), task, **how) for task in self.task.graphs}
         samples = self.samples
-        if self.options.text:  # what rounding is measured on is other text than graphs are
-            names = ", ".join(path.name for path in self.options.text)
-            samples = replace(samples, description={"what": names})
+        if fitted := self.options.text or filter(
+            None, (self.options.data,)
+        ):  # what rounding is measured on is other text than graphs are
+            names = ", ".join(path.name for path in fitted)
+            samples = replace(samples, description={"what": names} if names else samples.description)
         return graphs, measure_for(model, graphs, self.task, samples, self.source.whole)
 
     def _decider(self, dtype: Any, **changes: Any) -> Decider:
@@ -553,12 +615,22 @@ class GraphMaker:
             lost = None if record.loss is None else record.loss + self.by_tokens
             candidate = RoundedCandidate(name, dtype, lost, record.rounding, record.kinds, COUNTED, by_budget)
         rows = None if self.kept is None else len(self.kept)
-        candidate = replace(candidate, columns=self.columns, rows=rows, commands=self._commands(candidate))
+        candidate = replace(
+            candidate, columns=self.columns, heads=self.heads, rows=rows, commands=self._commands(candidate)
+        )
         result = Measured(candidate, self.scores.score(place, files, self.source.path, self._parts))
         made = [entry.model_dump() for entry in entries]
         journal.record(name, note={"found": result.note(), "dense": self.scores.dense, "entries": made})
-        say(f"{name}: {decimal_bytes(result.score.bytes)}, {self.record([result], result, '').words_of(result.score)}")
+        size, parts = decimal_bytes(result.score.bytes), self.words_of_parts(name)
+        figures = self.record([result], result, "").words_of(result.score)
+        say(f"{name}: {size}{f' ({parts})' if parts else ''}, {figures}")
         return result
+
+    def words_of_parts(self, name: str) -> str:
+        """Return the sizes of both graphs of a candidate of an encoder-decoder, in words; nothing of others."""
+        entries, place = self.staging.journal.notes[name]["entries"], self._place(name)
+        sizes = ((each["stack"], decimal_bytes(count_graph_bytes(place, each["file"]))) for each in entries)
+        return ", ".join(f"{stack} {size}" for stack, size in sizes) if len(entries) > 1 else ""
 
     # ---- the result ------------------------------------------------------------------------------------------------
 
@@ -567,6 +639,8 @@ class GraphMaker:
         embeds, samples = self.task.name == "feature-extraction", self.samples
         if samples.images is not None:
             data = f"{plural(len(samples.images), 'image')} of {(samples.description or {})['what']}"
+        elif samples.pairs is not None:
+            data = f"targets of {plural(len(samples.pairs), 'pair')} of {self.options.held_out[0].name}"
         else:
             assert samples.windows is not None
             names = ", ".join(path.name for path in self.options.held_out)
@@ -599,7 +673,9 @@ class GraphMaker:
         """Return the command lines that make a graph in the folder of the search; `SIZE` stands for its bytes."""
         model = as_named_in(self.options.output, self.options).model
         words = ["ckpt-prune", "export", PRUNED if self.pruned_by else str(model)]
-        own_code = self.options.trust_remote_code or (self.pruned_by and Model.of(self.source).has_remote_code)
+        own_code = self.options.trust_remote_code
+        if self.pruned_by and self.task.modality != "pairs":
+            own_code = own_code or Model.of(self.source).has_remote_code
         words += ["--trust-remote-code"] if own_code else []
         words += ["--dtype", candidate.dtype]
         if candidate.by_budget:
@@ -642,7 +718,7 @@ class GraphMaker:
 
     def _read_generation(self, config: Any) -> GenerationConfig | None:
         """Return how the model generates, as transformers loads it; None of one that does not."""
-        if self.task.name != "text-generation":
+        if self.task.name != "text-generation" and self.task.modality != "pairs":
             return None
         if (self.source.whole / GENERATION_CONFIG_NAME).is_file():
             return GenerationConfig.from_pretrained(self.source.whole, local_files_only=True)

@@ -7,10 +7,13 @@ from typing import Any
 import yaml
 
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.model.composites import takes_all
+from ckpt_prune.model.supported import read_model_config
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.frontier.asked import INPUTS
 from ckpt_prune.runner.prune import prune_model
+from ckpt_prune.runner.prune_parts import prune_parts
 from ckpt_prune.runner.read_recipe import read_recipe
 
 _SAME = (*INPUTS, "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
@@ -36,6 +39,8 @@ def prune_into(out: Path, given: Mapping[str, Any], *, progress: Any) -> PruneOp
     out.parent.mkdir(exist_ok=True)
     run = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": progress}
     options = check_options(PruneOptions, {**given, **run})
-    if not out.is_dir():
+    if not out.is_dir() and takes_all(read_model_config(options.model)):
+        prune_parts(options.model_copy(update={"part": "all"}))
+    elif not out.is_dir():
         prune_model(options, read_recipe(options), foresees=False)
     return options

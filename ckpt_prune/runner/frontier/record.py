@@ -21,7 +21,7 @@ from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.job.report import Loss
-from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredRounded
+from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredRounded, RoundedCandidate
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
@@ -216,7 +216,8 @@ class Frontier:
             return f"nothing usable {self.asked}{self.beyond_use}{beside}{more}"
         candidate = self.best.candidate
         drops = [] if candidate.rows is None else [f"all but {candidate.rows:,} tokens"]
-        drops += ["columns of MLPs and refit what stays"] if candidate.columns else []
+        heads = "heads and " * (isinstance(candidate, RoundedCandidate) and candidate.heads)
+        drops += [f"{heads}columns of MLPs and refit what stays"] if candidate.columns else []
         first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
         took = "" if self.best.score.ms is None else f"{self.best.score.ms:.4g} ms, "
         size = f"{took}{decimal_bytes(self.best.score.bytes)}"
