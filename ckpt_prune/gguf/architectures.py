@@ -1099,6 +1099,8 @@ ARCHITECTURES = (
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 OTHERWISE = {
+    "deepseek_v4": "llama.cpp's deepseek4 has several streams and compressed attention, which nothing here maps",
+    "bailing_hybrid": "llama.cpp's bailingmoe3 has linear attention that nothing here maps",
     "phimoe": "llama.cpp divides by the root mean square where transformers has LayerNorm, and the weights of a "
     "token's experts sum to 1 there, where each is about 1 in transformers",
     "gptj": "llama.cpp has its name, and no code that computes it",

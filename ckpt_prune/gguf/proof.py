@@ -67,22 +67,12 @@ def prove(
             tokens, or goes on after an end.
     """
     require_runtime()
+    how: dict[str, Any] = {"dense": dense, "scratch": scratch, "trust": trust, "threads": threads}
+    how["same_weights"] = same_weights
     if is_encoder((opened := open_gguf(file)).values) or stated_pooling(opened.values) is not None:
-        return prove_embeddings(
-            opened,
-            folder,
-            kind,
-            options,
-            dense=dense,
-            scratch=scratch,
-            trust=trust,
-            threads=threads,
-            same_weights=same_weights,
-        )
+        return prove_embeddings(opened, folder, kind, options, **how)
     if opened.values["general.architecture"] == ENCODER_DECODER:
-        return _prove_pairs(
-            file, folder, kind, options, ends, dense, scratch, trust=trust, threads=threads, same_weights=same_weights
-        )
+        return _prove_pairs(file, folder, kind, options, ends, **how)
     chosen = choose_windows(folder, options, trust=trust)
     windows = chosen.windows
     tokenizer = load_stored_tokenizer(folder)
@@ -122,9 +112,9 @@ def _prove_pairs(
     kind: str,
     options: ProofOptions,
     ends: Sequence[int],
+    *,
     dense: DenseSource | None,
     scratch: Path | None,
-    *,
     trust: bool,
     threads: int,
     same_weights: bool,

@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as _CLASSES,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
@@ -236,7 +231,7 @@ def read_config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     places = [match for name in tensors if (match := _IN_FILE.fullmatch(name))]
     each_block = any(match["tensor"] == "attn_rel_b" and match["block"] != "0" for match in places)
     model_type = "umt5" if each_block else "t5"
-    classes = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES if architecture.encodes else _CLASSES
+    classes = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES if architecture.encodes else encoder_decoders()
     config: dict[str, Any] = {
         "architectures": [classes[model_type]],
         "model_type": model_type,

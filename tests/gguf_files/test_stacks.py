@@ -40,10 +40,13 @@ def save_stacks(folder, name, **changes):
     model_type, auto, own = MODELS[name]
     save(folder, model_type, auto, **T5 | own | changes)
     save_unigram(folder)
+    tensors = load_file(folder / "model.safetensors")
+    if name == "t5":  # as the first are published, with what no class reads
+        tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(32, 4)
     if name == "t5-v1.1":  # its head has weights of its own, of which transformers 5.24 makes none
-        tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = torch.randn(tensors["shared.weight"].shape) * 0.3
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if name == "t5-v1.1":
         text = (folder / "config.json").read_text().replace('embeddings": true', 'embeddings": false')
         (folder / "config.json").write_text(text)
     return folder
