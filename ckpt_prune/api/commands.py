@@ -34,6 +34,7 @@ from ckpt_prune.runner.refusals import (
     asked_batches,
     refuse_calibrate,
     refuse_compare,
+    refuse_convert,
     refuse_evaluate,
     refuse_export,
     refuse_frontier,
@@ -275,6 +276,7 @@ def convert(options: ConvertOptions) -> "Conversion":
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """
+    refuse_convert(options)
     from ckpt_prune.runner.convert import convert_model
 
     return convert_model(options)

@@ -11,6 +11,7 @@ from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import (
+    CONVERSION_RECORD,
     EXPORT_ERROR,
     FRONTIER_RECORD,
     GRAPH_FOLDER,
@@ -86,6 +87,7 @@ class FolderKind:
 
 EXPORT_KIND = FolderKind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), unfinished="asked")
 """Written by `export`."""
+CONVERSION_KIND = FolderKind(CONVERSION_RECORD, "what `convert` wrote")
 FRONTIER = FolderKind(FRONTIER_RECORD, "a folder that `ckpt-prune frontier` writes")
 
 

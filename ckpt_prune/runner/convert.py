@@ -9,11 +9,10 @@ import torch
 from ckpt_prune._version import __version__
 from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from ckpt_prune.checkpoint.files import sha256_files
-from ckpt_prune.checkpoint.folder_kinds import FolderKind
+from ckpt_prune.checkpoint.folder_kinds import CONVERSION_KIND
 from ckpt_prune.checkpoint.json_files import canonical_json, pretty_json
 from ckpt_prune.checkpoint.quantised import is_gguf
 from ckpt_prune.checkpoint.side_files import side_files_of, top_names
-from ckpt_prune.checkpoint.staging import refuse_overlap
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import CONVERSION_RECORD
@@ -41,7 +40,7 @@ from ckpt_prune.runner.resuming import resumable
 
 _WINDOWS = 2
 """Windows of text that are compared: enough to see whether both models compute the same function."""
-_CONVERTED = Form(find_conversion, kind=FolderKind(CONVERSION_RECORD, "what `convert` wrote"))
+_CONVERTED = Form(find_conversion, kind=CONVERSION_KIND)
 
 
 class _FailedProofError(UserError):
@@ -73,7 +72,6 @@ def _read_gguf(source: Path, options: ConvertOptions, say: Notices) -> tuple[Sto
     from ckpt_prune.gguf.source import comparison_with, stock_of_gguf
 
     check_texts(options.text)
-    refuse_overlap(source, options.output)
     stock = stock_of_gguf(source)
     proving = ProofOptions(text=options.text, samples=options.samples or _WINDOWS, window=options.window)
     return stock, comparison_with(source, stock, proving, say, wanted=options.proof)

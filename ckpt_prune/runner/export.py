@@ -10,9 +10,6 @@ from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
-from ckpt_prune.onnx.export import Exported, GraphWriter, ProvenGraphs
-from ckpt_prune.onnx.proof import Dense, find_dense
-from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS
 from ckpt_prune.options.commands import ExportOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import select_options
@@ -20,6 +17,7 @@ from ckpt_prune.verification.dense_source import find_dense_source
 
 if TYPE_CHECKING:
     from ckpt_prune.gguf.export import ExportedGguf
+    from ckpt_prune.onnx.export import Exported
 
 
 def export_model(options: ExportOptions) -> "Exported | ExportedGguf":
@@ -31,7 +29,11 @@ def export_model(options: ExportOptions) -> "Exported | ExportedGguf":
             return _export_graphs(options)
 
 
-def _export_graphs(options: ExportOptions) -> Exported:
+def _export_graphs(options: ExportOptions) -> "Exported":
+    from ckpt_prune.onnx.export import GraphWriter, ProvenGraphs
+    from ckpt_prune.onnx.proof import Dense, find_dense
+    from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS
+
     settings = select_options(options, GraphSettings)
     source = open_checkpoint(options.model, Opening(options.trust_remote_code, packed=True, whole=True))
     writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
@@ -76,5 +78,9 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
 
 def dense_of_file(name: str | None, folder: Path) -> DenseSource | None:
     """Return the dense model beside which a GGUF file of a checkpoint is measured: the one named, or the one found."""
+    if name is None:
+        return find_dense_source(folder)
+    from ckpt_prune.onnx.proof import find_dense
+
     named = find_dense(name, None, folder)
-    return find_dense_source(folder) if named is None else DenseSource(model_name(named.folder), named.folder)
+    return None if named is None else DenseSource(model_name(named.folder), named.folder)

@@ -11,6 +11,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.samples.choose import asked_data, usual_samples
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.model.ties import TIE_KEY
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.runner.changes import change_lines
@@ -172,9 +173,11 @@ def wider_choice(prepared: Prepared) -> str | None:
         return None  # what else was asked for, such as quantize, refuses it
     losses = prepared.decisions.losses
     beginning = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
+    exported = recipe.runs_on and all(RUNTIMES[name].export for name in recipe.runs_on)  # which reads no code
+    remote = "" if exported else ", and need remote code"
     if losses is None:
-        return f"{beginning} less, and need remote code"
+        return f"{beginning} less{remote}"
     if losses.chosen - losses.per_block <= _ALIKE * losses.chosen:
         return f"{beginning} as much, as predicted"
     saved = 1 - losses.per_block / losses.chosen
-    return f"{beginning} less (predicted: {saved:.0%} less), and need remote code"
+    return f"{beginning} less (predicted: {saved:.0%} less){remote}"

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, FRONTIER, OUTPUT_KIND, FolderKind
+from ckpt_prune.checkpoint.folder_kinds import CONVERSION_KIND, EXPORT_KIND, FRONTIER, OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.model_folder import check_output_folder, holds_graphs, refuse_adapter
 from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_inside, refuse_overlap
 from ckpt_prune.common.errors import UserError
@@ -29,6 +29,7 @@ from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (
     CalibrateOptions,
     CompareOptions,
+    ConvertOptions,
     EvaluateOptions,
     ExportOptions,
     FrontierOptions,
@@ -163,6 +164,11 @@ def refuse_quantize(options: QuantizeOptions) -> None:
     else:
         kind = QUANTISATION_KIND
         _check_place(options.model, options.output, resume=options.resume, overwrite=options.overwrite, kind=kind)
+
+
+def refuse_convert(options: ConvertOptions) -> None:
+    kind = CONVERSION_KIND
+    check_output(Path(options.model), options.output, resume=options.resume, overwrite=options.overwrite, kind=kind)
 
 
 def refuse_frontier(options: FrontierOptions) -> None:

@@ -39,6 +39,8 @@ def settle(losses: Losses | None, *, by_default: bool = True, recipe: Recipe = D
 )
 def test_what_widths_per_block_would_lose(losses, loss_text):
     assert wider_choice(settle(losses)) == f"widths per block (--recipe best) would lose {loss_text}"
+    exported = wider_choice(settle(losses, recipe=load_recipe("best-uniform", ("runs_on=[llama.cpp]",), ratio=0.3)))
+    assert exported == f"widths per block (--recipe best) would lose {loss_text.removesuffix(', and need remote code')}"
 
 
 @pytest.mark.parametrize("changes", [("quantize.format=int8", "quantize.rounding=nearest"), ("runs_on=[sglang]",)])

@@ -22,6 +22,8 @@ from ckpt_prune.model.discovery.twin import RATIO, Twin
 
 _MOST_COLUMNS = 1024
 """Each takes a derivative of its own."""
+_BATCH = 128
+"""Derivatives that are taken at once."""
 
 
 @dataclass(frozen=True)
@@ -300,10 +302,14 @@ def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, list[T
             each.remove()
 
 
-def _gradients(target: Tensor, wanted: Sequence[Tensor], weights: Tensor) -> list[Tensor | None]:
+def _gradients(
+    target: Tensor, wanted: Sequence[Tensor], weights: Tensor, *, batched: bool = False
+) -> list[Tensor | None]:
+    """Return derivatives of a weighted sum, or of one for each of a batch of weights."""
     if not wanted:
         return []
-    return list(torch.autograd.grad(target, list(wanted), weights, retain_graph=True, allow_unused=True))
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+    return list(torch.autograd.grad(target, list(wanted), weights, **options))
 
 
 def _trace(
@@ -351,13 +357,13 @@ def _trace(
         shapes: dict[str, tuple[int, ...]] = {**leaves, **{name: parameters[name].shape for name in used}}
         depends = {name: torch.zeros(target.shape[-1], *shape, dtype=torch.bool) for name, shape in shapes.items()}
         sources = [*producers.values(), *(parameters[name] for name in used)]
-        for column in range(target.shape[-1]):
-            weights = torch.zeros_like(noise)
-            weights[..., column] = noise[..., column]
-            for name, gradient in zip(depends, _gradients(target, sources, weights), strict=True):
+        for column in range(0, target.shape[-1], _BATCH):
+            columns = torch.arange(column, min(column + _BATCH, target.shape[-1]))
+            weights = noise * nn.functional.one_hot(columns, target.shape[-1]).view(-1, 1, 1, target.shape[-1])
+            for name, gradient in zip(depends, _gradients(target, sources, weights, batched=True), strict=True):
                 if gradient is not None:
                     moved = gradient.ne(0)
-                    depends[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
+                    depends[name][columns] = moved.flatten(1, -2).any(1) if name in leaves else moved
         return depends
 
     return Trace(path, target.shape[-1], tuple(producers), mixes, across, (), (), tuple(used), depend, effect, factor)
@@ -393,17 +399,19 @@ def join_units(trace: Trace, only: Mapping[str, Tensor] | None = None) -> Tensor
     Args:
         only: producer → rows that count; by default all.
     """
-    columns = len(next(iter(trace.rows.values())))
-    unit = torch.arange(columns)
+    joined = torch.eye(trace.columns)
     for producer, depends in trace.rows.items():
         counted = ~depends.all(0) & depends.any(0)
         if only is not None:
             counted &= only.get(producer, torch.zeros(depends.shape[1], dtype=torch.bool))
-        for row in counted.nonzero().flatten().tolist():
-            touched = depends[:, row]
-            unit[torch.isin(unit, unit[touched])] = unit[touched].min()
-    numbers = {label: number for number, label in enumerate(sorted(set(unit.tolist())))}
-    return torch.tensor([numbers[label] for label in unit.tolist()])
+        touched = depends[:, counted].float()
+        joined += touched @ touched.T
+    unit, before = torch.arange(trace.columns), None
+    while before is None or not torch.equal(unit, before):  # each takes the least number of those that it is joined to
+        before, unit = unit, torch.where(joined > 0, unit, trace.columns).amin(1)
+        unit = unit[unit]
+    numbered: Tensor = torch.unique(unit, return_inverse=True)[1]
+    return numbered
 
 
 def is_shared(depends: Tensor) -> bool:
@@ -414,11 +422,8 @@ def is_shared(depends: Tensor) -> bool:
 
 def lines_of_units(depends: Tensor, unit: Tensor) -> Tensor | None:
     """Return the unit of each row that columns depend on, −1 for rows that are shared; None if a row is of several."""
-    owner = torch.full((depends.shape[1],), -1)
-    for row in range(depends.shape[1]):
-        owners = set(unit[depends[:, row]].tolist())
-        if len(owners) == 1:
-            owner[row] = owners.pop()
-        elif len(owners) > 1 and not bool(depends[:, row].all()):
-            return None
-    return owner
+    column = unit[:, None]
+    first, last = torch.where(depends, column, len(unit)).amin(0), torch.where(depends, column, -1).amax(0)
+    if bool(((first < last) & ~depends.all(0)).any()):
+        return None
+    return torch.where(first == last, first, -1)
