@@ -8,7 +8,8 @@ import transformers
 
 from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
 from ckpt_prune.checkpoint.json_files import read_json_object
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.progress import say_once
 from ckpt_prune.measure.samples.image_files import describe_error
 from ckpt_prune.model.skeleton import parse_config
 
@@ -68,7 +69,8 @@ def image_settings(model_type: str) -> dict[str, Any]:
         stock = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(model_type, ""), None)
         settings = getattr(stock, "images_kwargs", {})
         return {name: value for name, value in settings.items() if name != "return_tensors"}  # which callers say
-    except ImportError:  # a package that it reads videos with, or writes numbers out
+    except ImportError as error:  # a package that it reads videos with, or writes numbers out
+        say_once(f"images are prepared as the image processor of {model_type} does by itself: {one_line(error)}")
         return {}
 
 

@@ -162,17 +162,16 @@ def untouched_line(prepared: Prepared) -> str | None:
 def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     """Yield a line for every space whose units are too coarse for its ratio.
 
-    Where widths are found by effect, ratios only say a size: then if nothing would go.
+    Where widths are found by effect, ratios only say a size: then if nothing of the space would go.
     """
     recipe = recipe.at(model.family)
-    if recipe.allocation != "uniform" and _some_go(model, recipe):
-        return
+    by_effect = recipe.allocation != "uniform" and _some_go(model, recipe)
     for name, space in first_expert_spaces(recipe.spaces).items():
         multiple, counts = multiple_of(model, recipe, space), model.unit_counts(space)
         units = min(counts, default=0)  # the fewest are the coarsest
         by_ratio = units > 0 and recipe.spaces[space].keep is None
         mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple) if by_ratio else None
-        if mismatch is None:
+        if mismatch is None or (by_effect and mismatch.dropped):
             continue
         blocks = "each block" if max(counts) == units else "the narrowest block"
         in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
