@@ -94,7 +94,7 @@ def _sweep(values: str, options: dict[str, Any], as_json: bool) -> None:
 
 def _print_planned(planned: "Planned") -> None:
     _print_plan(planned.settled, planned.plan)
-    click.echo(f"\n{planned.takes}")
+    click.echo(f"\n{planned.stacks_line or planned.takes}")
     if planned.path is not None:
         click.echo(f"\nplan written to {planned.path}")
 

@@ -101,16 +101,22 @@ def plan_layout(
     return layout
 
 
-def check_beside(model: Model, config: Mapping[str, Any]) -> None:
-    """Refuse an output whose other stack of blocks is not as wide as a config key says that both are."""
+def find_shared_key(model: Model) -> str | None:
+    """Return a config key that states a width of the stack that a model is, and of the others beside it."""
     within, family = model.checkpoint.within, model.family
     shared = [space for space in family.consumers.values() if family.shares_width(space)]
-    if within is None or not within.other_prefixes or not shared:
+    return family.width_key(shared[0]) if within is not None and within.other_prefixes and shared else None
+
+
+def check_beside(model: Model, config: Mapping[str, Any]) -> None:
+    """Refuse an output whose other stack of blocks is not as wide as a config key says that both are."""
+    within, family, key = model.checkpoint.within, model.family, find_shared_key(model)
+    if within is None or key is None:
         return
     names = stock_names(dict(config), family.architecture)
     for name, info in model.checkpoint.tensors.items():
         if name.startswith(within.other_prefixes) and names.shape(name) not in (None, info.stored_shape):
-            key, others = family.width_key(shared[0]), name.partition(".block")[0]
+            others = name.partition(".block")[0]
             raise UserError(
                 f"{key} of {family.model_type} states the width of all stacks of blocks, and the {others} has another "
                 f"than the {within.part} would have: prune without --part takes all to one width, a plan is of "

@@ -10,6 +10,7 @@ from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, track
 from ckpt_prune.job.job import Job
+from ckpt_prune.job.layout import find_shared_key
 from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.prepared import Prepared, RankedSites, RankedUnits, begin
 from ckpt_prune.job.records import DepthRecord, StatisticsReference
@@ -46,8 +47,20 @@ class Planned:
     @property
     def messages(self) -> list[str]:
         """Say which sizes units are too coarse for, what multiples cost, and what else would lose less."""
-        others = wider_choice(self.settled), multiples_line(self.settled)
+        others = wider_choice(self.settled), multiples_line(self.settled), self.stacks_line
         return [line for line in (*size_lines(self.settled), *others) if line]
+
+    @property
+    def stacks_line(self) -> str | None:
+        """Say that other stacks keep as many units, if a config key counts those of all; None if it does not."""
+        model = self.settled.model
+        key = find_shared_key(model)
+        if key is None:
+            return None
+        return (
+            f"{key} of {model.family.model_type} states the width of all stacks of blocks: the others keep as many, "
+            "and sizes are those with this stack alone pruned; `ckpt-prune prune` without --part prunes all of them"
+        )
 
     @property
     def takes(self) -> str:

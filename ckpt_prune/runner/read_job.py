@@ -13,6 +13,7 @@ from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overl
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices, say_once
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
+from ckpt_prune.job.layout import find_shared_key
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.measure.samples.choose import check_kind, choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
@@ -81,7 +82,12 @@ def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job
         raise UserError(
             f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
         )
-    model = open_model(options.model, Opening.of(options))
+    model = open_model(options.model, Opening.of(options, goes_on=True))  # other stacks would keep as many
+    if options.output is not None and (key := find_shared_key(model)) is not None:
+        raise UserError(
+            f"{key} of {model.family.model_type} states the width of all stacks of blocks, and a plan is of one: it is "
+            "printed without -o, and `ckpt-prune prune` without --part takes all stacks to one width"
+        )
     recipe = suit_default(options, model.family, recipe)
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)

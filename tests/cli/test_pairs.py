@@ -513,6 +513,12 @@ def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
         "Error: num_heads of t5 states the width of all stacks of blocks, and the encoder has another than the decoder "
         "would have: prune without --part takes all to one width, a plan is of one stack"
     )
+    planned = ("plan", "t5", "--part", "decoder", "--recipe", "magnitude", "--ratio", "0.25")
+    shown = ok(*planned)
+    assert "mlp 36/48" in shown
+    assert "num_heads of t5 states the width of all stacks of blocks: the others keep as many, and sizes " in shown
+    assert "and a plan is of one: it is printed without -o" in run(*planned, "-o", "plan.json").stderr
+    assert not Path("plan.json").exists()
     found = run("prune", "t5", "--recipe", "best-uniform", *DATA, "-o", "out")
     assert found.exit_code == 2
     assert found.stderr.splitlines()[-1] == (
