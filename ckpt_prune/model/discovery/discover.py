@@ -40,6 +40,11 @@ _AUTO = (
     "AutoModel",
     "AutoModelForTextEncoding",
 )
+_IDLE = re.compile(
+    r"architectures|_name_or_path|dtype|initializer_\w+|(\w+_)?token_id|"
+    r"num_nextn_predict_layers|num_mtp_layers|mtp_num_hidden_layers"
+)
+"""Config keys that change nothing of the blocks that a class makes: models that differ in them are described once."""
 _FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
 _NARROWED = {"config": {"num_kept_heads": []}, "fixed": _FIXED}
 _MOST_SUBSETS = 16
@@ -100,7 +105,7 @@ def discover(config: Mapping[str, Any], stack: Stack | None = None, *, spaceless
 def _discover(config: Mapping[str, Any], stack: Stack | None) -> Discovery:
     architecture, auto = _architecture(config) if stack is None else (stack.architecture, stack.auto)
     within = None if stack is None else stack.name
-    plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
+    plain = {key: value for key, value in config.items() if not _IDLE.fullmatch(key)}
     place = _place(plain, architecture, within)
     with suppress(OSError, ValidationError, UserError):
         found = Discovery.model_validate_json(place.read_bytes())

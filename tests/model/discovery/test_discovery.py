@@ -301,6 +301,7 @@ def test_what_was_found_is_kept_and_a_damaged_file_is_made_anew(tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = discover(config(*ARCEE))
     small = config(*ARCEE) | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40}
+    small |= {"initializer_range": 0.5, "pad_token_id": 3, "num_nextn_predict_layers": 1}
     again = discover(small)
     assert (again.kept, again.description) == (True, found.description)
     for file in (tmp_path / "ckpt-prune" / "families").iterdir():
