@@ -123,15 +123,15 @@ def frontier(options: FrontierOptions) -> "Frontier":
     MODEL is measured once on --text: how much each input matters, and what each type of each matrix does to the
     predictions; where fewer bits alone lose much, also what fewer columns of each MLP do. One budget of bytes over both
     says which file to make. It is rounded by error feedback, run in llama.cpp and held against MODEL on --held-out,
-    beside the best of llama.cpp's own mixtures if that comes near. With --for onnxruntime MODEL is traced, each weight
-    of the graph is stored in blocks of 4 or 8 bits or in float32, and int4 and int8 everywhere stand beside it. For a
-    size that such bits do not reach, or at which they lose much, columns of each MLP are chosen with them, and tokens
-    if MODEL generates text. MODEL may be an encoder, too, or with --images a model of images, which is measured on
-    images that it was not fitted to. With --for vllm each weight of a checkpoint gets 4 or 8 bits, or stays, as
-    `quantize --target-bytes` does it; where that loses much, tokens go, and as many columns of each MLP. OUT holds the
-    file, the commands or the recipe that make it, a picture and all figures. What is predicted of a file is the sum of
-    what each type of each matrix, and each share of the columns, did on --text by itself. The exit code is 1 if nothing
-    usable was found.
+    beside the best of llama.cpp's own mixtures if that comes near; of an embedder by the vectors it makes. With --for
+    onnxruntime MODEL is traced, each weight of the graph is stored in blocks of 4 or 8 bits or in float32, and int4 and
+    int8 everywhere stand beside it. For a size that such bits do not reach, or at which they lose much, columns of each
+    MLP are chosen with them, and tokens if MODEL generates text. MODEL may be an encoder, too, or with --images a model
+    of images, which is measured on images that it was not fitted to. With --for vllm each weight of a checkpoint gets 4
+    or 8 bits, or stays, as `quantize --target-bytes` does it; where that loses much, tokens go, and as many columns of
+    each MLP. OUT holds the file, the commands or the recipe that make it, a picture and all figures. What is predicted
+    of a file is the sum of what each type of each matrix, and each share of the columns, did on --text by itself. The
+    exit code is 1 if nothing usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """

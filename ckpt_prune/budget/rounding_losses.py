@@ -75,7 +75,7 @@ def predict_losses(
     and hidden states at the end of every block.
 
     Args:
-        model: a causal language model.
+        model: one that reads tokens. If it has no head, losses are shares of its last hidden states' energy, not nats.
         samples: a few; all of them are run.
         round_rows: rounds rows to every type that is in question for a weight; no type leaves a weight out. Names of
             types end in `FED` that do not round every row by itself, so that errors have something in common.
@@ -139,17 +139,11 @@ def measure_rerouting(
         states = stream.pass_through(module, block, states, states)
     readout, lost = stream.readout(), 0.0
     for rows in split_batches(samples, READOUT_TOKENS):
-        dense, other = (readout.at_head(samples.batch(rows), each[rows], 1)[2] for each in (stream.states, states))
-        lost += float(_divergences(other, dense).sum())
+        dense, other = (readout.outputs(samples.batch(rows), each[rows]) for each in (stream.states, states))
+        lost += readout.divergence(dense, other)
     predicted = sum(losses[name][kind] for name, (kind, _) in noise.items())
-    more = max(0.0, lost / (len(samples) * samples.tokens) - predicted)
+    more = max(0.0, lost / len(samples) - predicted)
     return more / math.sqrt(predicted) if predicted > 0 else 0.0
-
-
-def _divergences(logits: Tensor, dense: Tensor) -> Tensor:
-    """Return the divergence of predictions from those of the dense model at each of some tokens."""
-    ours, theirs = logits.log_softmax(-1), dense.log_softmax(-1)
-    return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
 
 
 def _is_plain(name: str) -> bool:
@@ -361,8 +355,9 @@ def _measure_shifts(
     batch, readout = samples.batch(rows), stream.readout()
     spacing = max(1, leaving[..., 0].numel() // HEAD_TOKENS)
 
-    dense, *others = (readout.at_head(batch, each, spacing)[2] for each in (leaving, *states))
-    return [float(_divergences(each, dense).mean()) for each in others]
+    dense, *others = (readout.at_head(batch, each, spacing)[2].log_softmax(-1) for each in (leaving, *states))
+    how: dict[str, Any] = {"reduction": "batchmean", "log_target": True}
+    return [float(functional.kl_div(each, dense, **how)) for each in others]
 
 
 def name_of_head(model: Model) -> str:

@@ -89,6 +89,14 @@ class Embedder:
             raise UserError(f"{self._folder}: its modules cannot be run: {one_line(error)}") from error
         return torch.cat(embeddings), self._reader.tokens
 
+    def split(self, texts: Sequence[str], most: int) -> list[list[int]]:
+        """Return the token ids that are read of each text, with the folder's own prompt; arguments as of `embed`."""
+        self._reader.longest = min(most, self.longest or most)
+        prompt = self._model.prompts.get(self._model.default_prompt_name or "")
+        read = self._reader.preprocess(texts, prompt)
+        pairs = zip(read["input_ids"], read["attention_mask"].bool(), strict=True)
+        return [ids[real].tolist() for ids, real in pairs]
+
     @torch.no_grad()
     def pool(self, states: Tensor) -> Tensor:
         """Return the vectors (B, d) of texts without padding, all of length one, of their hidden states (B, T, d)."""

@@ -10,8 +10,8 @@ class FileScore:
 
     A file with fewer tokens does not predict the same ones. Its `kl` is what the text costs more, in nats a token as
     the model splits it; on average over text that the model writes, that is the KL. `perplexity` is of such a token,
-    too. Graphs of models that predict no tokens have no perplexity. If a graph makes features, `kl` is the share of
-    their energy that is lost, and `top1` the mean cosine.
+    too. Files of models that predict no tokens have no perplexity. If a file makes features, `kl` is the share of
+    their energy that is lost, twice what the mean cosine lacks of 1, and `top1` is that cosine.
 
     Attributes:
         bytes: of the file.
@@ -21,6 +21,7 @@ class FileScore:
         top1: share of the tokens of which both hold the same one likeliest.
         perplexity: of the file.
         speeds: tokens a second, read and generated; of graphs read alone, and of images.
+        ranks: Spearman's, of the cosines of all pairs of texts in the file and in the model; None if that is not known.
         ms: what the file takes of the work that a time is asked for.
     """
 
@@ -33,6 +34,7 @@ class FileScore:
     kl_99: float | None = None
     accepted: float | None = None
     top1: float | None = None
+    ranks: float | None = None
     ms: float | None = None
     kl_of: Mapping[str, float] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.common.errors import UserError
@@ -70,19 +71,22 @@ def open_embedder(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTok
 
 def compare_sentences(model: "Embedder", reference: "Embedder", texts: Sequence[str], most: int) -> SentenceComparison:
     """Compare two models' embeddings of texts, at least `FEWEST_TEXTS`, cut to `most` tokens."""
-    from sentence_transformers.util import pairwise_cos_sim
-
     if len(texts) < FEWEST_TEXTS:
         raise UserError(f"the text has {len(texts)} lines that are not empty, each a text; {FEWEST_TEXTS} are needed")
     most = min(most, *(each.longest or most for each in (model, reference)))
     (ours, tokens), (theirs, _) = model.embed(texts, most), reference.embed(texts, most)
+    return compare_embeddings(ours, theirs, tokens)
+
+
+def compare_embeddings(ours: Tensor, theirs: Tensor, tokens: int) -> SentenceComparison:
+    """Compare embeddings of the same texts, which have so many tokens, with those of a reference; both are (N, d)."""
     check_finite("embeddings", ours, theirs)
     (cosines, nearest), (other_cosines, other_nearest) = _compare_texts(ours), _compare_texts(theirs)
     return SentenceComparison(
-        cosine=float(pairwise_cos_sim(ours.double(), theirs.double()).mean()),
+        cosine=float(functional.cosine_similarity(ours.double(), theirs.double()).mean()),
         rank_correlation=rank_correlation(cosines, other_cosines),
         nearest=float((nearest == other_nearest).double().mean()),
-        texts=len(texts),
+        texts=len(ours),
         pairs=len(cosines),
         tokens=tokens,
     )

@@ -182,7 +182,7 @@ def _embed(server: Any, windows: list[list[int]]) -> list[Any]:
 
 
 def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
-    server = _start(task, embeds=task.states)
+    server = _start(task, embeds=task.states or task.pooled, pools=not task.states)
     prompts = [_post(server, "/apply-template", {"messages": chat})["prompt"] for chat in task.chats]
     tokens, prompt_tokens = (
         [
@@ -205,9 +205,11 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
             logs.append([each["logprob"] for each in predicted[0]["top_logprobs"][:TOP]])
             actual.append(predicted[0]["logprob"])
     started = perf_counter()
-    states = _embed(server, task.windows) if task.states else []
-    read = sum(map(len, task.windows)) / (perf_counter() - started) if task.states else 0.0
-    pooled = _embed(_start(task, embeds=True, pools=True), task.windows) if task.pooled else []
+    vectors = _embed(server, task.windows) if task.states or task.pooled else []
+    read = sum(map(len, task.windows)) / (perf_counter() - started) if vectors else 0.0
+    states, pooled = (vectors, []) if task.states else ([], vectors)
+    if task.states and task.pooled:
+        pooled = _embed(_start(task, embeds=True, pools=True), task.windows)
     if task.ranked:
         ranker = _start(task, embeds=True, pools=True)
         asked = ({"query": query, "documents": [text]} for query, text in task.ranked)

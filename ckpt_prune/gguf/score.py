@@ -86,6 +86,47 @@ class TextPredictions:
         """Return the score of a model with fewer tokens by its −Σ log p of each window, without size and speeds."""
         return score_costs(self.add_up(nll), self.add_up(self.nll), self.tokens)
 
+    @torch.inference_mode()
+    def diverge(self, folder: Path, parts: TokenParts | None = None) -> float:
+        """Return the mean KL of a checkpoint, run in PyTorch, from the model on its windows, in nats a token.
+
+        With `parts` it is what the text costs more (`FileScore`).
+        """
+        if parts is None:
+            return _compare(*_read_states(folder, self.windows, trust=True), self)[0].mean_kl
+        written = write_with(self.windows, parts)
+        return self.score_costs(_add_nll(*_read_states(folder, written.windows, trust=True), written)).kl
+
+    @torch.inference_mode()
+    def score(self, file: Path, parts: TokenParts | None = None) -> FileScore:
+        """Run a file in llama.cpp, and compare its predictions with the model's.
+
+        llama.cpp gives what the head reads; the head's own product is made here, with its weights as the file has them.
+        `parts` is given for a file with fewer tokens.
+
+        Raises:
+            UserError: llama.cpp is not installed, or cannot load the file.
+        """
+        written = None if parts is None else write_with(self.windows, parts)
+        windows = self.windows if written is None else written.windows
+        task = LlamaCppTask(
+            model=str(file),
+            context=windows.shape[1],
+            threads=torch.get_num_threads(),
+            windows=windows.tolist(),
+            generate=min(GENERATED, windows.shape[1] // 2),
+            states=True,
+        )
+        answer = run_llama_cpp(task)
+        size, head, states = file.stat().st_size, _head_of(file), torch.from_numpy(answer.states)
+        speeds = (answer.prompt_speed, answer.generation_speed)
+        if written is not None:
+            return replace(self.score_costs(_add_nll(head, states, written)), bytes=size, speeds=speeds)
+        sums, kl = _compare(head, states, self)
+        spread, top1 = sums.spread.data(), sums.agreeing / sums.tokens
+        means = {name: total / self.tokens[name] for name, total in self.add_up(kl).items() if name}
+        return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1, kl_of=means)
+
 
 @torch.inference_mode()
 def read_reference(folder: Path, windows: Tensor, *, texts: Sequence[str] = (), trust: bool = False) -> TextPredictions:
@@ -102,18 +143,6 @@ def read_reference(folder: Path, windows: Tensor, *, texts: Sequence[str] = (), 
         reached.append(sums.nll[0])
     nll = [after - before for before, after in pairwise(reached)]
     return TextPredictions(windows, states, head, sums.perplexity(0)[0], nll, texts)
-
-
-@torch.inference_mode()
-def diverge_from(reference: TextPredictions, folder: Path, parts: TokenParts | None = None) -> float:
-    """Return the mean KL of a checkpoint, run in PyTorch, from a model on its windows, in nats a token.
-
-    With `parts` it is what the text costs more (`FileScore`).
-    """
-    if parts is None:
-        return _compare(*_read_states(folder, reference.windows, trust=True), reference)[0].mean_kl
-    written = write_with(reference.windows, parts)
-    return reference.score_costs(_add_nll(*_read_states(folder, written.windows, trust=True), written)).kl
 
 
 def _add_nll(head: Head, states: Tensor, written: WrittenWindows) -> list[float]:
@@ -172,44 +201,6 @@ def _find_head(model: Any, ids: Tensor, folder: Path) -> Head:
     if not torch.allclose(head.logits(seen[0][0]), logits, rtol=1e-3, atol=1e-3):
         raise UserError(f"{folder}: its head does more than multiply, so that files of it are not measured here")
     return head
-
-
-@torch.inference_mode()
-def score_file(
-    file: Path,
-    reference: TextPredictions,
-    parts: TokenParts | None = None,
-    *,
-    threads: int = 0,
-    scratch: Path | None = None,
-) -> FileScore:
-    """Run a file in llama.cpp, and compare its predictions with a model's.
-
-    llama.cpp gives what the head reads; the head's own product is made here, with its weights as the file has them.
-    `parts` is given for a file with fewer tokens.
-
-    Raises:
-        UserError: llama.cpp is not installed, or cannot load the file.
-    """
-    written = None if parts is None else write_with(reference.windows, parts)
-    windows = reference.windows if written is None else written.windows
-    task = LlamaCppTask(
-        model=str(file),
-        context=windows.shape[1],
-        threads=threads or torch.get_num_threads(),
-        windows=windows.tolist(),
-        generate=min(GENERATED, windows.shape[1] // 2),
-        states=True,
-    )
-    answer = run_llama_cpp(task, scratch)
-    size, head, states = file.stat().st_size, _head_of(file), torch.from_numpy(answer.states)
-    speeds = (answer.prompt_speed, answer.generation_speed)
-    if written is not None:
-        return replace(reference.score_costs(_add_nll(head, states, written)), bytes=size, speeds=speeds)
-    sums, kl = _compare(head, states, reference)
-    spread, top1 = sums.spread.data(), sums.agreeing / sums.tokens
-    means = {name: total / reference.tokens[name] for name, total in reference.add_up(kl).items() if name}
-    return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1, kl_of=means)
 
 
 def _head_of(file: Path) -> Head:

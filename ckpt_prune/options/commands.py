@@ -484,7 +484,8 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """Options of `frontier`."""
 
     model: Model = option(kw_only=False, group=MODEL, digest="content")
-    """Folder of a model that generates text, or for onnxruntime of any that `export` takes, or a Hub id."""
+    """Folder of a model that generates text or, for llama.cpp, makes embeddings, for onnxruntime of any that `export`
+    takes, or a Hub id."""
     output: Place = option(flags=("-o", "--output"), metavar="OUT", group=OUTPUT, digest="none")
     """Folder to write: the file (model.gguf, or a graph with what it is loaded by), the commands that make it
     (make.sh), the picture (frontier.html and frontier.svg), and all figures (frontier.json)."""

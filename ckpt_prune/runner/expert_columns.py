@@ -13,7 +13,7 @@ import torch
 
 from ckpt_prune.budget.columns import ColumnLosses
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.gguf.score import TextPredictions, diverge_from, read_reference
+from ckpt_prune.gguf.score import TextPredictions, read_reference
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
@@ -71,7 +71,7 @@ class ExpertColumns:
         live = LiveSamples(self.samples, folds, self.compute_dtype, seed=self.seed)
         out = self.folder / f"columns-{width}"
         run_job(Job(self.model, recipe, live=live, device=self.device), out, overwrite=True)
-        lost = diverge_from(self._reference, out)
+        lost = self._reference.diverge(out)
         shutil.rmtree(out)
         return max(0.0, lost)
 

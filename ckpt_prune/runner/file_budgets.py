@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gguf import PoolingType
+
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.side_files import side_files_of
@@ -18,6 +20,7 @@ from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
+from ckpt_prune.gguf.contents import POOLING_KEY
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.fitting import has_room
 from ckpt_prune.gguf.importance import importance_of_statistics
@@ -45,14 +48,26 @@ _TIMES = "times of types"
 """Entries of the journal."""
 
 
-def check_generates(model: Model) -> None:
-    """Refuse encoders: what is lost is measured by predictions of the next token."""
-    if not model.family.causal:
+def as_in_file(model: Model) -> Model:
+    """Return a model as its file has it: one that makes embeddings there does without a head that predicts masks.
+
+    Raises:
+        UserError: llama.cpp computes no such model, or nothing tells there what its types lose.
+    """
+    layout = lay_out(model)
+    reason = None
+    if layout.architecture.stacked:
+        reason = f"is written as {layout.architecture.name}, whose matrices are rounded to nearest"
+    elif layout.values.get(POOLING_KEY) == PoolingType.RANK:
+        reason = "scores pairs of texts, and types are chosen by what predictions or embeddings lose"
+    if reason is not None:
         raise UserError(
-            f"{model.checkpoint.name} does not generate text, and files of a size for llama.cpp are chosen by what is "
-            "lost of predictions: choose a graph (--for onnxruntime), or a type (`export --format gguf --dtype q8_0`; "
-            "of 4 bits the smallest is `--dtype iq4_nl --embedding-type iq4_nl`)"
+            f"{model.checkpoint.name} {reason}: no size is chosen for llama.cpp; choose a type (`export --format gguf "
+            "--dtype q8_0`)"
         )
+    if not (layout.embeds and model.family.gives_logits):
+        return model
+    return replace(model, family=model.family.model_copy(update={"used_for": "sentence-similarity"}))
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
     @cached_property
     def columns(self) -> Columns:
         """The columns that MLPs may keep, or all experts, and what is lost by them."""
-        if not expert_widths(self.model):
+        if not (expert_widths(self.model) and self.model.family.gives_logits):
             return super().columns
         rest = len(self.few) if self.folds > 1 else 0
         fitted, seed = SampleRange(self.samples, rest, len(self.samples)), self.options.seed
@@ -181,7 +196,7 @@ def _without_losses(planner: FilePlanner, options: SampleOptions) -> tuple[TypeB
     model = planner.model
     losses = {
         name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
-        for name, weight in lay_out(model).tensors.items()
+        for name, weight in lay_out(model, "q8_0").tensors.items()
         if is_matrix(name, weight) and types_for(weight.shape[-1])
     }
     widths, blocks = expert_widths(model), model.blocks_with(SPACE)

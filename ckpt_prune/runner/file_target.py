@@ -44,11 +44,10 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     require_gguf()
     from ckpt_prune.gguf.file_plan import FilePlanner
     from ckpt_prune.runner.column_budgets import recipe_of
-    from ckpt_prune.runner.file_budgets import FileBudgets, check_generates, check_reach, export_of
+    from ckpt_prune.runner.file_budgets import FileBudgets, as_in_file, check_reach, export_of
     from ckpt_prune.runner.pruning_budgets import will_prune_columns
 
-    model = open_model(options.model, Opening.of(options))
-    check_generates(model)
+    model = as_in_file(open_model(options.model, Opening.of(options)))
     planner = FilePlanner(model)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
     check_reach(limit, planner, options)
@@ -66,7 +65,8 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         columns, score = [*choice.columns.values()], budgets.columns.score if choice.columns else "obs"
         kept = budgets.vocabularies.kept_rows(choice.rows)
     recipe: dict[str, Any] = recipe_of(columns, kept, score, export_of(choice.chosen, choice.others))
-    say(f"chosen for {decimal_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
+    loss = "divergence (KL)" if model.family.gives_logits else "loss of the hidden states' energy"
+    say(f"chosen for {decimal_bytes(choice.bytes)}: {choice.words()}; predicted {loss} {choice.kl:.3f}")
     written = FullRecipe.model_validate(recipe)
     return (
         options.model_copy(update={"target_bytes": None, "runs_on": None}),

@@ -19,8 +19,9 @@ from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
 from ckpt_prune.runner.rounding_trials import RoundingTrials
 from ckpt_prune.runner.vocabularies import SmallerVocabulary, Vocabularies
 
-PRUNE_FROM = 0.15
-"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
+PRUNE_FROM, ENERGY_FROM = 0.15, 0.02
+"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too; and the share of
+the energy of hidden states, if there is no head."""
 CUT_FROM = 0.05
 """Nats from which on fewer tokens are."""
 FEW_BITS = 4
@@ -57,13 +58,18 @@ def will_prune_columns(model: Model, limit: int | None, loss: float | None) -> b
     if len(column_widths(model)) < 2:
         return False
     if limit is None:
-        return (loss or 0.0) > PRUNE_FROM
+        return (loss or 0.0) > prune_from(model)
     return 8 * limit < FEW_BITS * cost_of(model).parameters
+
+
+def prune_from(model: Model) -> float:
+    """Return the loss of fewer bits alone from which on fewer columns are in question, too."""
+    return PRUNE_FROM if model.family.gives_logits else ENERGY_FROM
 
 
 @dataclass(frozen=True)
 class PruningBudgets(RoundingTrials, ABC, Generic[B]):
-    """The budgets of a model's file.
+    """The budgets of a model's file. Losses are in nats a token, or of models without a head shares of an energy.
 
     Attributes:
         prunes_columns: whether columns will be in question (`will_prune_columns`): what they lose is then measured in
@@ -129,7 +135,7 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
         found += solved([self.fitted])
         if lost() > CUT_FROM:
             add_with_fewer_tokens([self.fitted])
-        if lost() > PRUNE_FROM:
+        if lost() > prune_from(self.model):
             found += solved(self.joint)
             add_with_fewer_tokens(self.joint)
         if not found:

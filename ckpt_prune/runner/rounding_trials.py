@@ -121,7 +121,7 @@ class RoundingTrials:
                 folds=self.folds,
                 collect=self.collected,
                 grams=dict.fromkeys(self._tried, self._tried_inputs),
-                see_stream=self._see_stream if self._tried else None,
+                see_stream=self._see_stream if self._tried and self.model.family.gives_logits else None,
                 **self.how,
             )
             self.journal.record(_STATISTICS)  # from here on Ctrl-C keeps what is done
@@ -156,6 +156,8 @@ class RoundingTrials:
             return {}
         of_all = [pair for block in self._tried for pair in self.moments(block).items()]
         by_weight = {name: moments for name, moments in of_all if moments.gram is not None}
+        if not self.model.family.gives_logits:  # no head reads the embedding
+            return by_weight
         head = load_file(self.folder / _HEAD)
         gram = head["gram"]
         squares = gram.diagonal().double()

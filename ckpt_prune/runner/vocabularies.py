@@ -47,8 +47,12 @@ class SmallerVocabulary:
 
 
 def may_lose_tokens(model: Model, options: SampleOptions) -> bool:
-    """Return whether fewer tokens are in question: whether the embedding is a large part, and not all shall stay."""
-    if getattr(options, "all_tokens", False):
+    """Return whether fewer tokens are in question: the embedding is a large part of a model that generates text.
+
+    None are where all shall stay. The price of a token is what text costs more without it, by the model's predictions.
+    """
+    family = model.family
+    if getattr(options, "all_tokens", False) or not (family.causal and family.gives_logits):
         return False
     embedding = model.checkpoint.tensors[model.family.embedding_weight]
     return prod(embedding.shape) >= _LEAST_PART * cost_of(model).parameters

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from tokenizers import Tokenizer, processors
 from transformers import (
     AutoModel,
@@ -25,8 +26,8 @@ from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
 from tests.gguf_files.test_stacks import MODELS as STACKS
-from tests.gguf_files.tiny import WINDOWED, add_pooling, frame_tokens, proving, save, save_pieces, save_unigram
-from tests.runner.frontiers import run
+from tests.gguf_files.tiny import TEXT, WINDOWED, add_pooling, frame_tokens, proving, save, save_pieces, save_unigram
+from tests.runner.frontiers import best_of, make_command, read, run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 
@@ -34,7 +35,7 @@ RERANKER = AutoModelForSequenceClassification
 BERT = {"num_hidden_layers": 2, "type_vocab_size": 2, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
 ROBERTA = BERT | {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
 ENCODERS = {
-    "bert": ("bert", AutoModelForMaskedLM, BERT),
+    "bert": ("bert", AutoModelForMaskedLM, BERT | {"intermediate_size": 192}),
     "bert-tanh": ("bert", AutoModel, BERT | {"hidden_act": "gelu_new"}),
     "roberta": ("roberta", AutoModel, ROBERTA),
     "xlm-roberta": ("xlm-roberta", AutoModel, BERT | {"type_vocab_size": 1}),
@@ -183,17 +184,52 @@ def test_what_llama_cpp_computes_otherwise_is_refused(auto, changes, says, tmp_p
         export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
 
 
-def test_a_size_for_llama_cpp_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("pools", "target", "prunes"),
+    [
+        (True, ["--target-bytes", "118KB"], True),  # types alone do not make a file so small
+        (False, ["--target-bytes", "130KB"], False),
+    ],
+)
+def test_a_size_is_kept_to_and_its_loss_is_that_of_the_embeddings(pools, target, prunes, tmp_path):
+    pytest.importorskip("libgguf")
+    pytest.importorskip("sentence_transformers")
     folder = save_encoder(tmp_path / "model", "bert")
-    text = proving(folder).text[0]
-    held_out = tmp_path / "other.txt"
-    held_out.write_text(text.read_text()[::-1])
-    size = ["--target-bytes", "50%", "-o", tmp_path / "out"]
-    code, output = run("frontier", folder, "--text", text, "--held-out", held_out, *size)
-    assert code == 2, output
-    assert "model does not generate text, and files of a size for llama.cpp are chosen by what is lost of" in output
-    code, output = run("prune", folder, "--text", text, *size[:1], "1KB", *size[2:], "--for", "llama.cpp:q8_0")
-    assert (code, "out of reach of recipe" in output, "frontier" in output) == (2, True, False), output
+    if pools:
+        add_pooling(folder, word_embedding_dimension=64, pooling_mode_cls_token=True, pooling_mode_mean_tokens=False)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "held_out.txt").write_text(TEXT[::-1])
+    code, output = run(*make_command(tmp_path, "out", *target, samples=8, window=48))
+    assert code == 0, output
+    found = read(tmp_path, "out")
+    best, file = best_of(found), tmp_path / "out" / "model.gguf"
+    assert file.stat().st_size == best["bytes"] <= 1000 * float(target[1][:-2])
+    assert bool(best["pruned"]) == prunes
+    assert 0.2 < best["kl"] / best["predicted_kl"] < 5
+    assert (best["ranks"] is None, found["loss"]) == (not pools, "lost energy")
+    assert "llama-embedding -m model.gguf" in (tmp_path / "out" / "README.md").read_text()
+    # The cosine, by hand: of short texts in their first token, or of windows in every token.
+    tokenizer, model = load_stored_tokenizer(folder), AutoModel.from_pretrained(folder)
+    windows = torch.tensor(tokenizer(TEXT[::-1], add_special_tokens=False)["input_ids"])[:96].view(2, 48)
+    texts = tokenizer.batch_decode(windows.view(-1, 24), skip_special_tokens=True) if pools else []
+    ids = tokenizer(texts, truncation=True, max_length=48)["input_ids"] if pools else windows.tolist()
+    answer = run_llama_cpp(LlamaCppTask(model=str(file), context=64, windows=ids, states=not pools, pooled=pools))
+    with torch.no_grad():
+        states = [model(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids]
+    theirs = torch.stack([each[0] for each in states] if pools else states).double()
+    ours = torch.from_numpy(answer.pooled if pools else answer.states).double()
+    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).mean()
+    assert best["kl"] == pytest.approx(2 * (1 - float(cosine)), rel=1e-3)
+    data = ["--text", tmp_path / "text.txt", "--samples", 8, "--window", 48, "--evaluate-samples", 0]
+    if not pools:  # `prune` makes it at once
+        code, output = run("prune", folder, *data, *target, "--for", "llama.cpp", "-o", tmp_path / "small")
+        assert code == 0, output
+        assert "predicted loss of the hidden states' energy" in output
+        (made,) = (tmp_path / "small").glob("*.gguf")
+        assert made.stat().st_size <= best["bytes"] + 1024
+        code, output = run(*make_command(tmp_path, "late", "--target-latency", "50%@128", samples=8, window=48))
+        assert code == 2
+        assert "model makes embeddings, and times in llama.cpp are of models that generate text: ask for a" in output
 
 
 @pytest.mark.parametrize("normalizer", [{"lowercase": False}, {"lowercase": True}, {"strip_accents": False}])

@@ -19,7 +19,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.losses import predict_type_losses, round_inputs
-from ckpt_prune.gguf.score import diverge_from, read_reference, score_file
+from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.measurement import measure_statistics
@@ -79,7 +79,7 @@ def write(folder, place, statistics, choice):
 def test_a_file_of_the_same_weights_predicts_the_same(folder, place, reference, windows):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     export_gguf(str(folder), place / "same.gguf", ProofOptions(), kind="f32", proof=False)
-    score = score_file(place / "same.gguf", reference)
+    score = reference.score(place / "same.gguf")
     assert score.kl < 1e-5
     assert score.top1 > 0.99
     assert score.accepted == pytest.approx(1, abs=2e-3)
@@ -95,9 +95,9 @@ def test_each_of_several_texts_is_told(folder, place, windows, reference):
     export_gguf(str(folder), place / "texts.gguf", ProofOptions(), kind="q4_0", proof=False)
     of_two = read_reference(folder, windows, texts=["a", "b", "b", "a"])
     for parts in (None, lambda token: [token, 5]):
-        score = score_file(place / "texts.gguf", of_two, parts)
+        score = of_two.score(place / "texts.gguf", parts)
         for name, own in (("a", [0, 3]), ("b", [1, 2])):
-            alone = score_file(place / "texts.gguf", read_reference(folder, windows[own]), parts)
+            alone = read_reference(folder, windows[own]).score(place / "texts.gguf", parts)
             assert score.kl_of[name] == pytest.approx(alone.kl, rel=1e-3)
             assert not alone.kl_of
 
@@ -106,7 +106,7 @@ def test_what_a_text_costs_more_with_other_tokens_is_told_by_tokens_as_all_write
     """With the same tokens nothing. With another token in place of one, what the model says of that text."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     export_gguf(str(folder), place / "tokens.gguf", ProofOptions(), kind="f32", proof=False)
-    assert score_file(place / "tokens.gguf", reference, lambda token: [token]).kl == pytest.approx(0, abs=1e-4)
+    assert reference.score(place / "tokens.gguf", lambda token: [token]).kl == pytest.approx(0, abs=1e-4)
     gone = int(windows[0, 3])
 
     def parts(token):
@@ -121,11 +121,11 @@ def test_what_a_text_costs_more_with_other_tokens_is_told_by_tokens_as_all_write
         nll.append(float(-logits[first - 1 : -1].gather(1, ids[0, first:, None]).sum()))
     tokens = windows[:, 1:].numel()
     dense = math.log(reference.perplexity) * tokens
-    score = score_file(place / "tokens.gguf", reference, parts)
+    score = reference.score(place / "tokens.gguf", parts)
     assert score.kl == pytest.approx((sum(nll) - dense) / tokens, abs=1e-4)
     assert score.perplexity == pytest.approx(math.exp(sum(nll) / tokens), rel=1e-3)
     assert (score.top1, score.kl_median) == (None, None)
-    assert diverge_from(reference, folder, parts) == pytest.approx((sum(nll) - dense) / tokens, abs=1e-4)
+    assert reference.diverge(folder, parts) == pytest.approx((sum(nll) - dense) / tokens, abs=1e-4)
 
 
 def test_types_keep_to_the_bytes_of_a_file_and_lose_what_is_predicted(folder, place, statistics, budget, reference):
@@ -137,7 +137,7 @@ def test_types_keep_to_the_bytes_of_a_file_and_lose_what_is_predicted(folder, pl
     file = write(folder, place / "chosen.gguf", statistics, choice)
     assert file.stat().st_size == choice.bytes
     assert 0.98 * limit < choice.bytes <= limit
-    assert 0.5 < score_file(file, reference).kl / choice.kl < 2
+    assert 0.5 < reference.score(file).kl / choice.kl < 2
 
 
 @pytest.mark.parametrize(("kind", "loss"), [(Kind.IQ4_NL, 4 * 4**-0.25), (Kind.Q5_0, 2.0), (Kind.F16, 0.0)])
@@ -226,8 +226,8 @@ def test_a_checkpoint_diverges_from_another_as_evaluation_says(folder, place, re
         place / "other", "llama", initializer_range=0.21, hidden_size=64, intermediate_size=256, num_hidden_layers=2
     )
     models = [load_model(each, device="cpu", dtype=torch.float32) for each in (other, folder)]
-    assert diverge_from(reference, other) == pytest.approx(compare(*models, windows).kl, rel=1e-4)
-    assert diverge_from(reference, folder) < 1e-6
+    assert reference.diverge(other) == pytest.approx(compare(*models, windows).kl, rel=1e-4)
+    assert reference.diverge(folder) < 1e-6
 
 
 # ---- types and columns together --------------------------------------------------------------------------------------

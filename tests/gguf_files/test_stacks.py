@@ -107,3 +107,11 @@ def test_another_head_is_refused(tmp_path):
     save_unigram(folder)
     with pytest.raises(UserError, match="T5ForTokenClassification answers by a head, and GGUF files of t5 are"):
         export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+
+
+def test_no_size_is_chosen_of_an_encoder_that_is_rounded_to_nearest(tmp_path):
+    folder = save_stacks(tmp_path / "model", "t5-encoder")
+    data = ["--text", proving(folder).text[0], "--held-out", folder / "config.json"]
+    code, output = run("frontier", folder, *data, "--target-bytes", "50%", "-o", tmp_path / "out")
+    assert code == 2
+    assert "model is written as t5encoder, whose matrices are rounded to nearest: no size is chosen for" in output

@@ -127,7 +127,7 @@ def test_an_interrupted_run_goes_on(place, monkeypatch):
     """What was measured before the first file is not measured again, and the result is that of a run not stopped."""
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_prune.runner.frontier.file_maker.score_file", stop)
+        patched.setattr("ckpt_prune.gguf.score.TextPredictions.score", stop)
         code, output = run(*command(place, "stopped", "--target-bytes", "300KB"))
     assert code != 0
     assert "--resume continues" in output

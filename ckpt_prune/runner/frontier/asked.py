@@ -42,9 +42,10 @@ Read = TypeVar("Read", bound=Options)
 
 
 def read_target(options: FrontierOptions, model: Model) -> tuple[int | None, float | None]:
-    """Return the bytes that are asked for, or the nats a token that may be lost."""
+    """Return the bytes that are asked for, or what may be lost: nats a token, or an energy if there is no head."""
     if options.target_bytes is None:
-        return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
+        loss = USUAL_LOSS if options.max_loss is None else float(options.max_loss)
+        return None, math.log1p(loss) if model.family.gives_logits else 2 * loss
     dense = cost_of(model).bytes
     return parse_size("bytes", options.target_bytes).of(dense), None
 

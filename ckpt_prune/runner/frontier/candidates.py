@@ -131,9 +131,14 @@ class Measured(Generic[C]):
     candidate: C
     score: FileScore
 
-    def line(self, dense: float) -> str:
+    def line(self, dense: float | None) -> str:
         score, predicted = self.score, self.candidate.kl
         foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
+        if dense is None:
+            return (
+                f"{self.candidate.name}: {decimal_bytes(score.bytes)}, lost energy {score.words_of_kl}{foreseen}, "
+                f"cosine {score.top1 or 0:.1%}"
+            )
         return (
             f"{self.candidate.name}: {decimal_bytes(score.bytes)}, KL {score.words_of_kl}{foreseen}, perplexity "
             f"{score.perplexity or 0:.2f} (dense {dense:.2f})"

@@ -11,17 +11,18 @@ from typing import Any
 
 import yaml
 
-from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GGUF_FILES, GgufType
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.evaluation.fewer_tokens import TokenParts
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
+from ckpt_prune.gguf.embedding_score import TextEmbeddings
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
-from ckpt_prune.gguf.score import TextPredictions, diverge_from, score_file
+from ckpt_prune.gguf.score import TextPredictions
 from ckpt_prune.gguf.timing import FileTimes, time_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
@@ -38,7 +39,7 @@ from ckpt_prune.runner.file_budgets import FileBudgets, export_of
 from ckpt_prune.runner.frontier.asked import as_named_in
 from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
 from ckpt_prune.runner.frontier.pruning import prune_by
-from ckpt_prune.runner.frontier.record import FILE, MADE, PRUNED, RECIPE, Frontier, write_pages
+from ckpt_prune.runner.frontier.record import FILE, LOST_ENERGY, MADE, PRUNED, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 from ckpt_prune.show.model_card import CARD, described_by_card, front_matter, lines_of_search, source_card
 
@@ -66,14 +67,14 @@ class Maker:
     Attributes:
         options: of the command.
         budgets: of the dense model's file.
-        reference: its predictions.
+        reference: its predictions, or its embeddings if it has no head.
         staging: where files and pruned models are made, and what is done is noted.
         timed: the work that files are timed on, if a time is asked for.
     """
 
     options: FrontierOptions
     budgets: FileBudgets
-    reference: TextPredictions
+    reference: TextPredictions | TextEmbeddings
     staging: Staging
     timed: Timed | None = None
 
@@ -163,9 +164,10 @@ class Maker:
         adds needs no such correction.
         """
         folder = self._model(candidate).checkpoint.whole
-        lost = diverge_from(self.reference, folder, parts)
+        lost = self.reference.diverge(folder, parts)
         kl = (candidate.kl or 0) - candidate.by_pruning + lost
-        say(f"pruned, KL {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
+        of = "KL" if self.budgets.model.family.gives_logits else LOST_ENERGY
+        say(f"pruned, {of} {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
         return replace(candidate, kl=kl, by_pruning=lost)
 
     def _parts(self, candidate: FileCandidate) -> TokenParts | None:
@@ -186,7 +188,7 @@ class Maker:
         for file in set(self.staging.scratch.glob("*.gguf")) - kept:
             file.unlink()
         file = self.make(candidate)
-        score = score_file(file, self.reference, parts)
+        score = self.reference.score(file, parts)
         if self.timed is not None:
             score = replace(score, ms=time_file(file, self.timed, self.budgets.model.tokens) / 1e6)
         measured = Measured(candidate, score)
@@ -226,12 +228,17 @@ def make_frontier(
     reach: int | None,
 ) -> Frontier:
     """Return the record of what was found."""
-    windows, length = maker.reference.windows.shape
+    reference, names = maker.reference, ", ".join(path.name for path in options.held_out)
+    data = "{} windows of {} tokens of {}".format(*reference.windows.shape, names)
+    how: dict[str, Any] = {}
+    if isinstance(reference, TextEmbeddings):
+        of = f"embeddings of {plural(len(reference.short), 'text')} cut from" if reference.short else "hidden states of"
+        data, how = f"the {of} {data}", {"loss": LOST_ENERGY, "agreement": "cosine"}
     return Frontier(
         folder=options.output,
         place=str(as_named_in(options.output, options).model),
         model=model_name(maker.budgets.model.checkpoint.path),
-        dense=maker.reference.perplexity,
+        dense=reference.perplexity,
         dense_bytes=maker.budgets.model.checkpoint.nbytes,
         found=found,
         best=best,
@@ -239,7 +246,8 @@ def make_frontier(
         beyond_use=beyond_use,
         reach=reach,
         commands=[] if best is None else commands_of(options, best.candidate, maker),
-        data_words=f"{windows} windows of {length} tokens of {', '.join(path.name for path in options.held_out)}",
+        data_words=data,
+        **how,
     )
 
 
@@ -256,14 +264,15 @@ def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: Measure
         files.append(CARD)
     write_pages(frontier, folder, files)
     if best is not None:
-        write_atomically(folder / CARD, _card(folder, maker.budgets.model.checkpoint))
+        write_atomically(folder / CARD, _card(folder, maker.budgets.model))
 
 
-def _card(folder: Path, source: Checkpoint) -> str:
+def _card(folder: Path, model: Model) -> str:
     """Return README.md of a folder that holds a file, and the record of the search that found it."""
+    source, generates = model.checkpoint, model.family.gives_logits
     architecture = open_gguf(folder / FILE).values["general.architecture"]
     base = {"base_model": source.name, "base_model_relation": "quantized"} if "/" in source.name else {}
-    described = described_by_card(source_card(source.path), "AutoModelForCausalLM")
+    described = described_by_card(source_card(source.path), "AutoModelForCausalLM" if generates else "AutoModel")
     lines = [
         front_matter({"library_name": "gguf", **base, **described, "tags": ["ckpt-prune", "gguf"]}),
         f"# {as_markdown(source.name)}, GGUF",
@@ -271,7 +280,7 @@ def _card(folder: Path, source: Checkpoint) -> str:
         f"For llama.cpp, and what is built on it, as architecture {as_code(str(architecture))}:",
         "",
         "```sh",
-        f"llama-cli -m {FILE}",
+        f"{'llama-cli' if generates else 'llama-embedding'} -m {FILE}",
         "```",
         "",
         *lines_of_search(folder),

@@ -13,18 +13,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.choosing import TypeChoice
+from ckpt_prune.gguf.embedding_score import TextEmbeddings, read_embeddings
 from ckpt_prune.gguf.file_plan import FilePlanner
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
-from ckpt_prune.gguf.score import read_reference
+from ckpt_prune.gguf.score import TextPredictions, read_reference
 from ckpt_prune.gguf.timing import time_dense
 from ckpt_prune.gguf.types import default_type
 from ckpt_prune.measure.samples.samples import Samples
@@ -32,7 +36,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.recipe.sizes import Size
-from ckpt_prune.runner.file_budgets import FileBudgets, check_generates, check_reach
+from ckpt_prune.runner.file_budgets import FileBudgets, as_in_file, check_reach
 from ckpt_prune.runner.frontier.asked import (
     foresee_work,
     open_staging,
@@ -46,15 +50,17 @@ from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
 from ckpt_prune.runner.frontier.graph_latency import AIM, ROOM, best_in_time, took
 from ckpt_prune.runner.frontier.record import (
+    LOST_ENERGY,
     SMALLEST,
     USABLE,
     Frontier,
     best_within,
     choose_for_loss,
     pareto,
+    words_of_energy,
     words_of_target,
 )
-from ckpt_prune.runner.pruning_budgets import CUT_FROM, will_prune_columns
+from ckpt_prune.runner.pruning_budgets import CUT_FROM, prune_from, will_prune_columns
 
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
@@ -97,6 +103,11 @@ class _Search:
         return 0.0 if self.maker.timed is None else self.maker.budgets.least_time(self.maker.timed)
 
     @property
+    def generates(self) -> bool:
+        """Whether the loss is one of predictions, and not of embeddings."""
+        return self.maker.budgets.model.family.gives_logits
+
+    @property
     def is_beyond_use(self) -> bool:
         """Whether the best file of the size or time is predicted to be beyond use; predictions are low there."""
         is_fixed = self.limit is not None or self.time is not None
@@ -110,8 +121,12 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     # 1. Read everything, and refuse what cannot work.
     require_runtime()
     check_rounding([Kind.IQ4_NL], weighted=True)
-    model = open_model(options.model, Opening(options.trust_remote_code))
-    check_generates(model)
+    model = as_in_file(open_model(options.model, Opening(options.trust_remote_code)))
+    if options.target_latency is not None and not model.family.gives_logits:
+        raise UserError(
+            f"--target-latency: {model.checkpoint.name} makes embeddings, and times in llama.cpp are of models that "
+            "generate text: ask for a size or a loss, or for a graph (--for onnxruntime)"
+        )
     planner = FilePlanner(model)
     planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = read_target(options, model)
@@ -127,9 +142,13 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     _foresee_work(options, model, samples, limit, loss)
     with open_staging(options, texts.parts(model), say) as staging:
         # 2. Measure the model once, and tell from that what each type of each matrix loses.
-        reference = read_reference(
-            model.checkpoint.whole, texts.held_out, texts=texts.names, trust=options.trust_remote_code
-        )
+        folder = model.checkpoint.whole
+        reference: TextPredictions | TextEmbeddings
+        how: dict[str, Any] = {"texts": texts.names, "trust": options.trust_remote_code}
+        if model.family.gives_logits:
+            reference = read_reference(folder, texts.held_out, **how)
+        else:
+            reference = read_embeddings(folder, texts.held_out, lay_out(model), **how)
         narrower = will_prune_columns(model, limit, loss)
         budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, narrower, planner=planner)
         maker = Maker(options, budgets, reference, staging, timed)
@@ -168,10 +187,14 @@ def _foresee_work(
 ) -> None:
     is_fixed = limit is not None or options.target_latency is not None
     files = 1 if is_fixed else 2 if options.max_loss is not None else 2 * len(LADDER) + len(SMALLEST)
-    is_much = is_fixed or (loss or 0) > CUT_FROM
-    fewer = ["what fewer tokens and columns lose, if types alone lose much"] if is_much else []
+    generates = model.family.gives_logits
+    is_much = is_fixed or (loss or 0) > (CUT_FROM if generates else prune_from(model))
+    fewer = (
+        [f"what fewer {'tokens and ' if generates else ''}columns lose, if types alone lose much"] if is_much else []
+    )
     times = ["how long types take"] if options.target_latency is not None else []
-    steps = ["predictions of MODEL", *times, "importance of inputs", "what types lose", *fewer]
+    made = "predictions" if generates else "embeddings"
+    steps = [f"{made} of MODEL", *times, "importance of inputs", "what types lose", *fewer]
     foresee_work(options, model, samples, steps, files, limit)
 
 
@@ -182,10 +205,9 @@ def _foresee(search: _Search) -> str:
         return "nothing within the target is predicted"
     pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
     time = "" if choice.time is None else f"{choice.time / 1e6:.3g} ms, "
-    return (
-        f"predicted {_asked(search)}: {time}{decimal_bytes(choice.bytes)}, a divergence (KL) of {choice.kl:.3f}, about "
-        f"{math.exp(choice.kl):.2f} times the perplexity{pruned}"
-    )
+    lost = f"a divergence (KL) of {choice.kl:.3f}, about {math.exp(choice.kl):.2f} times the perplexity"
+    lost = lost if search.generates else f"{choice.kl:.3f} of the energy of hidden states lost"
+    return f"predicted {_asked(search)}: {time}{decimal_bytes(choice.bytes)}, {lost}{pruned}"
 
 
 def _candidates(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
@@ -203,8 +225,13 @@ def _sized(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate
     if search.is_beyond_use:
         return
     yield from maker.mixture_within(search.limit, math.inf if choice is None else IN_QUESTION * choice.kl)
-    if choice is not None:
-        yield candidate_of("by budget", choice, feedback=True)
+    if choice is None:
+        return
+    yield candidate_of("by budget", choice, feedback=True)
+    # Of short texts, pruning may lose another share of what it loses of hidden states than rounding does.
+    if choice.columns and not search.generates:
+        with suppress(BudgetError):
+            yield candidate_of("types alone by budget", maker.budgets.fitted.at_bytes(search.limit), feedback=True)
 
 
 def _in_time(search: _Search, limit: float, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
@@ -261,7 +288,8 @@ def _asked(search: _Search) -> str:
         dense = search.maker.staging.journal.notes.get(_DENSE)
         share = "" if dense is None else f" ({search.time / dense:.0%} of {dense / 1e6:.4g} in float16)"
         return f"within {search.time / 1e6:.4g} ms{share} for {search.maker.timed.words}"
-    return words_of_target(search.limit, search.loss)
+    unit = "nats a token" if search.generates else words_of_energy(search.loss)
+    return words_of_target(search.limit, search.loss, unit)
 
 
 def _found_by(search: _Search) -> str:
@@ -272,6 +300,8 @@ def _found_by(search: _Search) -> str:
     if search.choice is None or not search.is_beyond_use:
         return ""
     kl = search.choice.kl
+    if not search.generates:
+        return f": a lost energy of {kl:.2f} is predicted, and {math.log(USABLE):.2f} is the bound"
     return f": KL {kl:.2f} is predicted, {math.exp(kl):.1f} times the perplexity, and {USABLE:g} times is the bound"
 
 
@@ -285,8 +315,8 @@ def _words_of_mixtures(search: _Search, found: list[MeasuredFile]) -> list[str]:
         least = min(mixtures, key=lambda each: each.bytes)
         names = f"the smallest, {least.name}, has {decimal_bytes(least.bytes)}"
         return [f"None of llama.cpp's own mixtures is so small without --embedding-type and its like: {names}."]
-    best = min(fitting, key=lambda each: each.kl or 0)
-    return [f"The best mixture of llama.cpp's own is {best.name}, not made: KL {best.kl or 0:.3f} is predicted."]
+    best, loss = min(fitting, key=lambda each: each.kl or 0), "KL" if search.generates else LOST_ENERGY
+    return [f"The best mixture of llama.cpp's own is {best.name}, not made: {loss} {best.kl or 0:.3f} is predicted."]
 
 
 def _reach(search: _Search) -> int | None:

@@ -101,7 +101,7 @@ class GraphPruning:
     def tables(self) -> list[str]:
         """Names in the graph of the weights with a row for each token; none if fewer tokens are not in question."""
         model = self.model
-        tables = tables_in_question(model, self.options) if self.generates and model.family.causal else ()
+        tables = tables_in_question(model, self.options) if self.generates else ()
         return list(dict.fromkeys(self._find(sorted(tables)))) if tables else []
 
     def check_reach(self, limit: int) -> None:

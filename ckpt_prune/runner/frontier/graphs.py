@@ -79,6 +79,7 @@ from ckpt_prune.runner.frontier.graph_pruning import GraphPruning, Pruning
 from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
 from ckpt_prune.runner.frontier.pruning import prune_into, same_options
 from ckpt_prune.runner.frontier.record import (
+    LOST_ENERGY,
     MADE,
     PRUNED,
     RECIPE,
@@ -86,6 +87,7 @@ from ckpt_prune.runner.frontier.record import (
     Frontier,
     best_within,
     choose_for_loss,
+    words_of_energy,
     words_of_target,
     write_pages,
 )
@@ -194,7 +196,7 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
 def _words_of_unit(task: GraphTask, loss: float | None) -> str:
     if task.name != "feature-extraction":
         return NATS[task.modality]
-    return f"of the vectors' energy, twice the {50 * (loss or 0):.3g}% that the cosine may lose"
+    return words_of_energy(loss)
 
 
 def _foresee_work(options: FrontierOptions, source: Checkpoint, samples: ProofSamples, limit: int | None) -> None:
@@ -664,7 +666,7 @@ class GraphMaker:
             else [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands],
             data_words=data,
             runtime="onnxruntime",
-            loss="lost energy" if embeds else "KL",
+            loss=LOST_ENERGY if embeds else "KL",
             agreement="cosine" if embeds else "top-1",
             items="tokens" if samples.images is None else "images",
         )

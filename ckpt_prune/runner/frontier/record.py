@@ -39,6 +39,8 @@ FEWER_TOKENS = (
     "perplexity; they predict other tokens than MODEL, so there is no median, 90% or top-1. Tokens stay by what --text "
     "has: on other kinds of text such files lose more. So give --text of every kind, or --all-tokens."
 )
+LOST_ENERGY = "lost energy"
+"""The loss of models that make vectors."""
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
 logarithm in nats is not made."""
@@ -118,6 +120,11 @@ def _correction(tries: Sequence[tuple[float, float]]) -> float:
 
 def words_of_target(limit: int | None, loss: float | None, unit: str = "nats a token") -> str:
     return f"within a loss of {loss or 0:.3f} {unit}" if limit is None else f"within {decimal_bytes(limit)}"
+
+
+def words_of_energy(loss: float | None) -> str:
+    """Return what a loss is of, where vectors are compared."""
+    return f"of the vectors' energy, twice the {50 * (loss or 0):.3g}% that the cosine may lose"
 
 
 def pareto(several: Iterable[T], figures: Callable[[T], tuple[float, float]]) -> list[T]:
@@ -232,7 +239,8 @@ class Frontier:
         """Return the figures of a score."""
         if score.perplexity is not None and self.dense is not None:
             return f"{self.loss} {score.words_of_kl}, perplexity {score.perplexity:.2f} (MODEL {self.dense:.2f})"
-        return f"{self.loss} {score.kl:.4f}, {self.agreement} {score.top1 or 0:.1%}"
+        ranks = "" if score.ranks is None else f", rank correlation {score.ranks:.4f}"
+        return f"{self.loss} {score.kl:.4f}, {self.agreement} {score.top1 or 0:.1%}{ranks}"
 
     @property
     def loss_of_best(self) -> Loss | None:
@@ -280,6 +288,7 @@ class Frontier:
                     "–" if score.kl_90 is None else f"{score.kl_90:.4f}",
                     "–" if score.perplexity is None else f"{score.perplexity:.2f}",
                     "–" if score.top1 is None else f"{score.top1:.1%}",
+                    "–" if score.ranks is None else f"{score.ranks:.4f}",
                     "–" if score.ms is None else f"{score.ms:.4g}",
                     *(f"{speed:.0f}" for speed in score.speeds),
                 ]
@@ -287,7 +296,7 @@ class Frontier:
         speeds = [f"{self.items} read/s", f"{self.items} written/s"]
         speeds = speeds[: max((len(each.score.speeds) for each in self.found), default=2)]
         losses = [f"{self.loss} {what}" for what in ("measured", "predicted", "median", "90%")]
-        headings = ["file", "size", *losses, "perplexity", self.agreement, "ms", *speeds]
+        headings = ["file", "size", *losses, "perplexity", self.agreement, "rank correlation", "ms", *speeds]
         dense = ["MODEL as it is", decimal_bytes(self.dense_bytes), "0", *"–––"]
         dense.append("–" if self.dense is None else f"{self.dense:.2f}")
         rows.append(dense + ["–"] * (len(headings) - len(dense)))
@@ -302,9 +311,10 @@ class Frontier:
         words = {
             "ms": "ms: what it takes of the work that a time is asked for, the fastest of several",
             "KL measured": "KL: how far the predictions are from MODEL's, the mean in nats",
-            "lost energy measured": "lost energy: what the vectors lose of theirs, twice what the cosine loses",
+            f"{LOST_ENERGY} measured": "lost energy: what the vectors lose of theirs, twice what the cosine loses",
             f"{self.loss} predicted": "predicted: before the file was made, of the data that it was made by",
             f"{self.loss} 90%": "median, 90%: half, and 90% of the tokens, lose no more",
+            "rank correlation": "rank correlation: Spearman's, of the cosines of all pairs of texts in both",
             "top-1": f"top-1: share of the {self.items} for which both put the same first",
         }
         return "; ".join([text, *(words[heading] for heading in self.table().columns if heading in words)])
