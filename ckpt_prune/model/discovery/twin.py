@@ -204,6 +204,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
     blocks = _picked_blocks(values, depth)
     hidden = next((values[key] for key in _HIDDEN if values.get(key)), 0)
     has_stages = any(isinstance(value, list) and re.fullmatch(_STAGES, key) for key, value in values.items())
+    # All patches read one another, but in windows, whose size classes derive from that of patches: few of them, then.
+    has_patches = not (has_stages or {"vocab_size", "window_size"} & values.keys())
     for key, value in values.items():
         if key in _BACKBONE:
             continue
@@ -215,6 +217,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
             small[key] = [2 if keeps_lists else max(2, number) for number in range(1, len(value) + 1)]
         elif key == "window_size" and has_stages:
             small[key] = min(WINDOW, value)
+        elif key == "patch_size" and has_patches and isinstance(value, int):
+            small[key] = PATCH if value > MERGED else value
         elif key == "hidden_size" and has_stages:
             continue  # of the last stage, which follows
         elif re.fullmatch(_WIDTHS, key) and has_stages:
