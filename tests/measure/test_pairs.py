@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, read_pairs
 from ckpt_prune.measure.samples.samples import SampleRange, SpreadSamples, counted_tokens, scored_tokens
 from ckpt_prune.measure.streams.drift import ResidualBlock
@@ -56,9 +56,11 @@ def test_moments_are_those_of_the_stock_model(model_type: str, stack: Stack, tmp
     with torch.no_grad():
         for pair in single_pairs(whole, samples):
             whole(**pair, use_cache=False)
-    stream = open_stream(model, samples, device=torch.device("cpu"), compute_dtype=torch.float32)
+    # Each pair is a fold and a batch of its own. To that without padding models pass no mask.
+    stream = open_stream(model, samples, device=torch.device("cpu"), compute_dtype=torch.float32, folds=FEW)
     for block, read in enumerate(map(torch.cat, seen.values())):
-        ((moments,),) = stream.observe(block, model.read_block(block), {"mlp": True}, advance=True).values()
+        (folds,) = stream.observe(block, model.read_block(block), {"mlp": True}, advance=True).values()
+        moments = sum_folds(folds)
         assert isinstance(moments, Moments)
         assert moments.gram is not None
         assert moments.count == len(read)

@@ -316,12 +316,20 @@ class HandedArguments:
         count = rows.stop - rows.start
         first = self._of_size.setdefault(count, list(handed))
         alike: dict[tuple[int, int], bool] = {}
+        open_masks: dict[int, Tensor] = {}
         for block, (kept, own) in enumerate(zip(first, handed, strict=True)):
             for number, (before, value) in enumerate(zip(_leaves(kept), _leaves(own), strict=True)):
-                if not isinstance(value, Tensor):
+                known = self._of_samples.get((block, number))
+                shaped = next((each for each in (value, before, known) if isinstance(each, Tensor)), None)
+                if shaped is None:
                     continue
+                if not (isinstance(value, Tensor) and isinstance(before, Tensor)):
+                    if id(shaped) not in open_masks:  # blocks share it
+                        open_masks[id(shaped)] = self._open_mask(shaped, count)
+                    opened = open_masks[id(shaped)]
+                    before, value = (each if isinstance(each, Tensor) else opened for each in (before, value))
                 pair = id(before), id(value)  # blocks share most of what they are passed
-                if (block, number) not in self._of_samples:
+                if known is None:
                     if pair not in alike:
                         alike[pair] = _is_of_size(before, value, count)
                     if alike[pair]:
@@ -331,10 +339,27 @@ class HandedArguments:
                             f"blocks of {self._name} cannot run one by one: what they are passed depends on all "
                             "samples of a batch together"
                         )
-                    kept_values = self._allocate((self._samples, *value.shape[1:]), value.dtype)
-                    kept_values[: rows.start] = next(iter(self._leaf(block, number)))[:1].cpu()
-                    self._of_samples[block, number] = kept_values
-                self._of_samples[block, number][rows] = value.cpu()
+                    known = self._of_samples[block, number] = self._allocate(
+                        (self._samples, *value.shape[1:]), value.dtype
+                    )
+                    earlier = next(iter(self._leaf(block, number)))
+                    known[: rows.start] = (earlier if isinstance(earlier, Tensor) else before)[:1].cpu()
+                known[rows] = value.cpu()
+
+    def _open_mask(self, mask: Tensor, count: int) -> Tensor:
+        """Return the mask of samples without padding, (count, …): models pass None in its place, or none at all.
+
+        UserError if it is no mask: then nothing is known that stands for None.
+        """
+        shape = (count, *mask.shape[1:])
+        if mask.dtype == torch.bool:
+            return torch.ones(shape, dtype=mask.dtype)
+        if mask.dim() == 4 and mask.is_floating_point() and not bool((mask > 0).any()):  # added to scores
+            return torch.zeros(shape, dtype=mask.dtype)
+        raise UserError(
+            f"blocks of {self._name} cannot run one by one: what they are passed with some samples, they are not with "
+            "others"
+        )
 
     def _leaf(self, block: int, number: int) -> Iterator[Tensor]:
         for handed in self._of_size.values():
