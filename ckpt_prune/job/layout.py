@@ -119,8 +119,8 @@ def check_beside(model: Model, config: Mapping[str, Any]) -> None:
             others = name.partition(".block")[0]
             raise UserError(
                 f"{key} of {family.model_type} states the width of all stacks of blocks, and the {others} has another "
-                f"than the {within.part} would have: prune without --part takes all to one width, a plan is of "
-                "one stack"
+                f"than the {within.part} would have: prune without --part, by --ratio, takes all to one width: "
+                "plans and sizes are of one stack"
             )
 
 

@@ -75,7 +75,8 @@ def refuse_prune(options: PruneOptions) -> None:
     given = [name for name in of_one if getattr(options, name) is not None]
     if len(parts) > 1 and given:
         flag = flags_of(given[0], PruneOptions.model_fields[given[0]])[-1]
-        raise UserError(f"{flag} is of one part: name it with --part {' or '.join(map(str, parts))}")
+        of_all = "" if given[0] in ("plan", "statistics") else ", or give --ratio, which is of all"
+        raise UserError(f"{flag} is of one part: name it with --part {' or '.join(map(str, parts))}{of_all}")
     if options.part != "all" and (options.vision_recipe is not None or options.vision_ratio is not None):
         raise UserError("--vision-recipe and --vision-ratio go with --part all")
     if "vision" not in parts and (options.vision_recipe is not None or options.vision_ratio is not None):

@@ -187,8 +187,9 @@ def test_a_dry_run_asks_for_pairs(bart: PreTrainedModel) -> None:
 @pytest.mark.usefixtures("bart")
 @pytest.mark.parametrize("words", [("--target-params", "50%"), ("--target-bytes", "1MB"), ("--statistics", "own")])
 def test_what_is_of_one_stack_asks_for_its_name(words: tuple[str, str]) -> None:
+    of_all = "" if words[0] == "--statistics" else ", or give --ratio, which is of all"
     assert read_refusal("prune", "bart", *words, *DATA, "-o", "out") == (
-        f"{words[0]} is of one part: name it with --part encoder or decoder"
+        f"{words[0]} is of one part: name it with --part encoder or decoder{of_all}"
     )
 
 
@@ -511,7 +512,7 @@ def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
     assert (alone.exit_code, Path("out").exists()) == (2, False)
     assert alone.stderr.splitlines()[-1] == (
         "Error: num_heads of t5 states the width of all stacks of blocks, and the encoder has another than the decoder "
-        "would have: prune without --part takes all to one width, a plan is of one stack"
+        "would have: prune without --part, by --ratio, takes all to one width: plans and sizes are of one stack"
     )
     planned = ("plan", "t5", "--part", "decoder", "--recipe", "magnitude", "--ratio", "0.25")
     shown = ok(*planned)

@@ -184,7 +184,7 @@ def test_a_class_that_no_stage_is_found_in_is_refused():
 
 def test_a_size_is_of_one_stage():
     assert read_refusal("prune", "segformer", "--target-params", "20%", "-o", "small") == (
-        "--target-params is of one part: name it with --part stage1 or stage2"
+        "--target-params is of one part: name it with --part stage1 or stage2, or give --ratio, which is of all"
     )
 
 
