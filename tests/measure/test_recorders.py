@@ -1,5 +1,6 @@
 """Any block of a stock class runs alone with what a recorder in its place was passed, and odd models are refused."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ TOKENS = torch.randint(3, 64, (5, 6), generator=torch.Generator().manual_seed(1)
 BATCHES = (slice(0, 2), slice(2, 4), slice(4, 5))
 
 
-def record(model: Any, layers: Any, inputs: Tensor, shares: bool = False) -> tuple[HandedArguments, list[Tensor]]:
+def record(
+    model: Any, layers: Any, inputs: Tensor, shares: bool = False, batches: Sequence[slice] = BATCHES
+) -> tuple[HandedArguments, list[Tensor]]:
     """Run a model with recorders, batch by batch: what its blocks were passed, and what entered the first."""
     outside = [module for module in model.modules() if not any(module is each for each in layers.modules())]
     recorders = Recorders(list(layers), outside, "toy")
     handed, entering = HandedArguments(len(inputs), allocate_in_memory, "toy", shares=shares), []
-    for rows in BATCHES:
+    for rows in batches:
         recorders.run(lambda rows=rows: model(inputs[rows], use_cache=False))
         handed.keep(rows, recorders.handed)
         entering.append(recorders.entering)
@@ -31,18 +34,20 @@ def record(model: Any, layers: Any, inputs: Tensor, shares: bool = False) -> tup
 
 
 @torch.no_grad()
-def check_replay(model: Any, layers: Any, inputs: Tensor, shares: bool = False) -> None:
+def check_replay(
+    model: Any, layers: Any, inputs: Tensor, shares: bool = False, batches: Sequence[slice] = BATCHES
+) -> None:
     """Compare every block that runs alone with what it returns inside the model, to the bit."""
     own: list[Tensor] = []
     first = lambda value: value if isinstance(value, Tensor) else value[0]  # noqa: E731
     hooks = [each.register_forward_hook(lambda _m, _args, out: own.append(first(out).clone())) for each in layers]
-    for rows in BATCHES:
+    for rows in batches:
         model(inputs[rows], use_cache=False)
     for hook in hooks:
         hook.remove()
-    handed, states = record(model, layers, inputs, shares)
+    handed, states = record(model, layers, inputs, shares, batches)
     for index, layer in enumerate(layers):
-        for batch, rows in enumerate(BATCHES):
+        for batch, rows in enumerate(batches):
             states[batch] = handed.call(layer, index, states[batch], rows, rows.stop - rows.start)
             assert torch.equal(states[batch], own[batch * len(layers) + index])
 
@@ -122,6 +127,33 @@ def test_what_differs_between_samples_is_kept_for_each() -> None:
 def test_what_differs_in_a_later_batch_alone_is_kept_for_each() -> None:
     model, inputs = OfTokens(), torch.cat([TOKENS[:1].expand(2, -1), TOKENS[2:3].expand(2, -1), TOKENS[4:]])
     check_replay(model, model.layers, inputs)
+
+
+class Masked(nn.Module):
+    def forward(self, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        return states + 1 if mask is None else (states + 1) * mask[..., None]
+
+
+class Padded(Toy):
+    """Blocks are passed which tokens count, or nothing where all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Masked() for _ in range(3)])
+
+    def arguments(self, inputs: Tensor, index: int) -> dict[str, Any]:
+        counted = inputs.ne(0)
+        return {"mask": None if bool(counted.all()) else counted}
+
+
+@pytest.mark.parametrize("full", [(0, 1), (2,), (3, 4), (0, 1, 2), ()])
+def test_samples_without_padding_are_passed_no_mask(full: tuple[int, ...]) -> None:
+    """Batches of two sizes: what was passed with those of the one is not that of the other."""
+    inputs = TOKENS.clone()
+    for row in {0, 1, 2, 3, 4}.difference(full):
+        inputs[row, 2 + row % 3 :] = 0
+    model = Padded()
+    check_replay(model, model.layers, inputs, batches=(slice(0, 2), slice(2, 3), slice(3, 5)))
 
 
 class HandingOn(Toy):

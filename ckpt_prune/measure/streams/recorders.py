@@ -307,6 +307,7 @@ class HandedArguments:
     def __init__(self, samples: int, allocate: Allocate, name: str, *, shares: bool = False) -> None:
         self._samples, self._allocate, self._name, self._shares = samples, allocate, name, shares
         self._shared: dict[Any, tuple[Tensor, ...]] = {}
+        self._batches: list[slice] = []
         self._of_size: dict[int, list[Handed]] = {}
         self._of_samples: dict[tuple[int, int], Tensor] = {}
         self._carried: dict[tuple[int, int], Any] = {}  # block and place among its results → those of its last run
@@ -339,12 +340,18 @@ class HandedArguments:
                             f"blocks of {self._name} cannot run one by one: what they are passed depends on all "
                             "samples of a batch together"
                         )
-                    known = self._of_samples[block, number] = self._allocate(
-                        (self._samples, *value.shape[1:]), value.dtype
-                    )
-                    earlier = next(iter(self._leaf(block, number)))
-                    known[: rows.start] = (earlier if isinstance(earlier, Tensor) else before)[:1].cpu()
+                    known = self._of_samples[block, number] = self._keep_earlier(block, number, value)
                 known[rows] = value.cpu()
+        self._batches.append(rows)
+
+    def _keep_earlier(self, block: int, number: int, value: Tensor) -> Tensor:
+        """Return room for a tensor of every sample, with those of earlier batches, which all had that of their size."""
+        kept = self._allocate((self._samples, *value.shape[1:]), value.dtype)
+        for rows in self._batches:
+            count = rows.stop - rows.start
+            earlier = list(_leaves(self._of_size[count][block]))[number]
+            kept[rows] = (earlier if isinstance(earlier, Tensor) else self._open_mask(value, count)).cpu()
+        return kept
 
     def _open_mask(self, mask: Tensor, count: int) -> Tensor:
         """Return the mask of samples without padding, (count, …): models pass None in its place, or none at all.
@@ -360,10 +367,6 @@ class HandedArguments:
             f"blocks of {self._name} cannot run one by one: what they are passed with some samples, they are not with "
             "others"
         )
-
-    def _leaf(self, block: int, number: int) -> Iterator[Tensor]:
-        for handed in self._of_size.values():
-            yield list(_leaves(handed[block]))[number]
 
     def _of(self, block: int, count: int, rows: Rows, device: torch.device) -> Handed:
         handed = self._of_size[count][block]
