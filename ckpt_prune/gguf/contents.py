@@ -1,4 +1,4 @@
-"""What a GGUF file holds, or why there is none of a checkpoint."""
+"""The contents of a GGUF file, and the error for checkpoints that llama.cpp cannot compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

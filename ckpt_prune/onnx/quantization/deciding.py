@@ -327,7 +327,7 @@ class Decision:
 
     @property
     def record(self) -> Quantization:
-        """What the folder's record says of it."""
+        """The entry for the folder's record."""
         scheme, choice = self.scheme, self.choice
         kinds = [self._words(label) for label in choice.labels.values()]
         kept = [
