@@ -24,7 +24,7 @@ from ckpt_prune.gguf import check_gguf_place
 from ckpt_prune.gguf.encoders import is_encoder
 from ckpt_prune.gguf.fitting import Fitter
 from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
-from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.layout import checkpoint_of, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import open_gguf
@@ -151,7 +151,7 @@ def export_gguf(
     if proof:
         require_runtime()
     source = _open_source(model, trust=trust)
-    checkpoint = source.checkpoint if isinstance(source, Model) else source
+    checkpoint = checkpoint_of(source)
     folder = checkpoint.whole
     chosen = kind or default_type(checkpoint)
     layout = lay_out(source, chosen)
@@ -248,7 +248,7 @@ def validate_gguf(
     """
     require_runtime()
     source = _open_source(against, trust=trust)
-    folder, opened = (source.checkpoint if isinstance(source, Model) else source).whole, open_gguf(file)
+    folder, opened = checkpoint_of(source).whole, open_gguf(file)
     kind = type_of_file(opened)
     tokens = len(opened.values.get("tokenizer.ggml.tokens", ()))
     _check_tokens(file, tokens, folder, trust=trust)

@@ -559,6 +559,11 @@ def _read(model: Model, name: str) -> Tensor:
     return model.checkpoint.read([name])[name]
 
 
+def checkpoint_of(model: Model | Checkpoint) -> Checkpoint:
+    """Return the checkpoint of what a file is made of: a model, or an encoder-decoder, which is one itself."""
+    return model.checkpoint if isinstance(model, Model) else model
+
+
 def lay_out(
     model: Model | Checkpoint, kind: GgufType | None = None, read: Callable[[str], Tensor] | None = None
 ) -> Layout:
@@ -572,7 +577,7 @@ def lay_out(
     Raises:
         CannotMapError: none computes what the checkpoint computes; the reason of each is named.
     """
-    checkpoint = model.checkpoint if isinstance(model, Model) else model
+    checkpoint = checkpoint_of(model)
     try:
         if not isinstance(model, Model) or is_stacked(checkpoint.config["model_type"]):
             return lay_out_stacks(whole_of_stack(checkpoint), kind, read)

@@ -48,7 +48,7 @@ _IDLE = re.compile(
 _FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
 _NARROWED = {"config": {"num_kept_heads": []}, "fixed": _FIXED}
 _MOST_SUBSETS = 16
-"""Of numbers that may count heads, so many choices are tried."""
+"""Most sets of numbers that are tried as those that count the heads."""
 
 
 class Stack(NamedTuple):
@@ -229,18 +229,17 @@ def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
     for name in list(draft.description["spaces"]):
         if name not in draft.description["spaces"]:
             continue  # it stood within another that was not proven
+        proof, why = None, ""
         try:
             prover = prover or Prover(family, twin)
             proof = prover.prove(name)
-            if name == "heads" and not proof.holds:
-                proof = _prove_narrowed(draft, prover) or proof
         except Exception as error:  # whatever the class runs into with fewer units
-            if name == "heads" and (own := _prove_narrowed(draft, prover)) is not None:
-                proofs[name] = own
-                continue
             why = f"the class does not load with fewer units: {one_line(error)[:120]}"
             if "heads" in name and "modality" in draft.description and not draft.description["dimensions"]["head_dim"]:
                 why = "its class makes them as wide together as the hidden size, however many there are"
+        if name == "heads" and not (proof and proof.holds):
+            proof = _prove_narrowed(draft, prover) or proof
+        if proof is None:
             drop_space(draft, name, why)
             continue
         if proof.holds:

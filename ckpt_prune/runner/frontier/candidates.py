@@ -9,6 +9,9 @@ from ckpt_prune.common.graph_types import GgufType, GraphType, OtherTypes
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.stages.quantize.scheme import DENSE, PackingScheme
 
+LOST_ENERGY = "lost energy"
+"""The loss of models that make vectors."""
+
 
 @dataclass(frozen=True)
 class FileCandidate:
@@ -136,7 +139,7 @@ class Measured(Generic[C]):
         foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
         if dense is None:
             return (
-                f"{self.candidate.name}: {decimal_bytes(score.bytes)}, lost energy {score.words_of_kl}{foreseen}, "
+                f"{self.candidate.name}: {decimal_bytes(score.bytes)}, {LOST_ENERGY} {score.words_of_kl}{foreseen}, "
                 f"cosine {score.top1 or 0:.1%}"
             )
         return (

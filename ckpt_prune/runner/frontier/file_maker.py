@@ -37,9 +37,9 @@ from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import recipe_of
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of
 from ckpt_prune.runner.frontier.asked import as_named_in
-from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
+from ckpt_prune.runner.frontier.candidates import LOST_ENERGY, FileCandidate, Measured, MeasuredFile
 from ckpt_prune.runner.frontier.pruning import prune_by
-from ckpt_prune.runner.frontier.record import FILE, LOST_ENERGY, MADE, PRUNED, RECIPE, Frontier, write_pages
+from ckpt_prune.runner.frontier.record import FILE, MADE, PRUNED, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 from ckpt_prune.show.model_card import CARD, described_by_card, front_matter, lines_of_search, source_card
 

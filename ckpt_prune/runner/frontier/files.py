@@ -46,11 +46,10 @@ from ckpt_prune.runner.frontier.asked import (
     say_if_whole_fits,
     words_of_rare_tokens,
 )
-from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
+from ckpt_prune.runner.frontier.candidates import LOST_ENERGY, FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
 from ckpt_prune.runner.frontier.graph_latency import AIM, ROOM, best_in_time, took
 from ckpt_prune.runner.frontier.record import (
-    LOST_ENERGY,
     SMALLEST,
     USABLE,
     Frontier,

@@ -73,13 +73,12 @@ from ckpt_prune.runner.frontier.asked import (
     say_if_whole_fits,
     words_of_rare_tokens,
 )
-from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
+from ckpt_prune.runner.frontier.candidates import LOST_ENERGY, Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.graph_pruning import GraphPruning, Pruning
 from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
 from ckpt_prune.runner.frontier.pruning import prune_into, same_options
 from ckpt_prune.runner.frontier.record import (
-    LOST_ENERGY,
     MADE,
     PRUNED,
     RECIPE,
@@ -548,11 +547,9 @@ class GraphMaker:
         how: dict[str, Any] = {"opset": None, "fusions": None, "log": self.staging.scratch / "export-error.log"}
         graphs = {task.stack: trace_model(remove_head(model, task), task, **how) for task in self.task.graphs}
         samples = self.samples
-        if fitted := self.options.text or filter(
-            None, (self.options.data,)
-        ):  # what rounding is measured on is other text than graphs are
-            names = ", ".join(path.name for path in fitted)
-            samples = replace(samples, description={"what": names} if names else samples.description)
+        # What rounding is measured on is other data than graphs are; of images it is the same.
+        if names := ", ".join(path.name for path in (*self.options.text, self.options.data) if path is not None):
+            samples = replace(samples, description={"what": names})
         return graphs, measure_for(model, graphs, self.task, samples, self.source.whole)
 
     def _decider(self, dtype: Any, **changes: Any) -> Decider:
@@ -675,9 +672,8 @@ class GraphMaker:
         """Return the command lines that make a graph in the folder of the search; `SIZE` stands for its bytes."""
         model = as_named_in(self.options.output, self.options).model
         words = ["ckpt-prune", "export", PRUNED if self.pruned_by else str(model)]
-        own_code = self.options.trust_remote_code
-        if self.pruned_by and self.task.modality != "pairs":
-            own_code = own_code or Model.of(self.source).has_remote_code
+        may_have_code = self.pruned_by and self.task.modality != "pairs"
+        own_code = self.options.trust_remote_code or (may_have_code and Model.of(self.source).has_remote_code)
         words += ["--trust-remote-code"] if own_code else []
         words += ["--dtype", candidate.dtype]
         if candidate.by_budget:

@@ -21,7 +21,7 @@ from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.job.report import Loss
-from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredRounded, RoundedCandidate
+from ckpt_prune.runner.frontier.candidates import LOST_ENERGY, MeasuredFile, MeasuredRounded, RoundedCandidate
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
@@ -39,8 +39,6 @@ FEWER_TOKENS = (
     "perplexity; they predict other tokens than MODEL, so there is no median, 90% or top-1. Tokens stay by what --text "
     "has: on other kinds of text such files lose more. So give --text of every kind, or --all-tokens."
 )
-LOST_ENERGY = "lost energy"
-"""The loss of models that make vectors."""
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
 logarithm in nats is not made."""
@@ -311,7 +309,7 @@ class Frontier:
         words = {
             "ms": "ms: what it takes of the work that a time is asked for, the fastest of several",
             "KL measured": "KL: how far the predictions are from MODEL's, the mean in nats",
-            f"{LOST_ENERGY} measured": "lost energy: what the vectors lose of theirs, twice what the cosine loses",
+            f"{LOST_ENERGY} measured": f"{LOST_ENERGY}: what the vectors lose of theirs, twice what the cosine loses",
             f"{self.loss} predicted": "predicted: before the file was made, of the data that it was made by",
             f"{self.loss} 90%": "median, 90%: half, and 90% of the tokens, lose no more",
             "rank correlation": "rank correlation: Spearman's, of the cosines of all pairs of texts in both",
