@@ -6,9 +6,13 @@ A family's own architecture has one shape for all blocks. Two have shapes per bl
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
-from gguf import ExpertGatingFuncType
+from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType, get_tensor_name_map
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 QUERY, KEY, VALUE, OUTPUT = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"
@@ -16,121 +20,44 @@ QKV = {QUERY: "attn_q", KEY: "attn_k", VALUE: "attn_v"}
 ATTENTION = QKV | {OUTPUT: "attn_output"}
 GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 FUSED_GATES, GATES = "mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-SANDWICH = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-LLAMA = NORMS | ATTENTION | GATED
-EXPERTS = {
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
-"""Linear modules of all experts of a block → one tensor, (experts, rows, columns)."""
-SHARED = {
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-}
-SHARED_ALWAYS = {
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-}
-"""Linear modules of shared experts that have no gate → tensor."""
-MIXTRAL = {
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
-}
-LATENT = {
-    QUERY: "attn_q",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.k_b_proj": "attn_k_b",
-    "self_attn.v_b_proj": "attn_v_b",
-    OUTPUT: "attn_output",
-}
-"""Attention whose keys and values are made of one latent vector, by the names that `orders` gives."""
-SHORT_CONVOLUTION = {
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-    QUERY: "attn_q",
-    KEY: "attn_k",
-    VALUE: "attn_v",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-}
-
-DELTA_NET = {
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-}
-DELTA_FUSED = DELTA_NET | {"linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"}
-DELTA_APART = DELTA_NET | {"linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta"}
-"""Gated linear attention of Qwen3-Next, and of Qwen3.5. `orders` splits what is fused; older files have it whole."""
-
-
-PER_LAYER = {
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-}
 PER_LAYER_OUTER = OUTER | {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 """Tensors that give each block of Gemma 3n or 4 its own input for each token."""
-ALTUP = {
-    "altup.correct_output_scale": "altup_correct_scale.weight",
-    "altup.correction_coefs": "altup_correct_coef",
-    "altup.prediction_coefs": "altup_predict_coef",
-    "altup.modality_router": "altup_router",
-    "altup.router_norm": "altup_router_norm",
-    "laurel.linear_left": "laurel_l",
-    "laurel.linear_right": "laurel_r",
-    "laurel.post_laurel_norm": "laurel_post_norm",
-}
 ALTUP_OUTER = {"model.altup_projections": "altup_proj", "model.altup_unembed_projections": "altup_unembd_proj"}
 """Several streams of hidden states, of which each block of a Gemma 3n computes one."""
-ROUTED_BESIDE = {
-    "router.proj": "ffn_gate_inp",
-    "router.scale": "ffn_gate_inp.scale",
-    "router.per_expert_scale": "ffn_down_exps.scale",
-    "experts.gate_up_proj": "ffn_gate_up_exps",
-    "experts.gate_proj": "ffn_gate_exps",
-    "experts.up_proj": "ffn_up_exps",
-    "experts.down_proj": "ffn_down_exps",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-}
-"""Experts of a Gemma 4, beside the MLP of each block."""
+SHORT_NAMES = {"encoder": "enc", "decoder": "dec"}
+"""Stack → how names of its tensors begin in a file."""
+_UNREAD = ("nextn.", "attn_rot_embd", "cross_attn_rel_b")
+"""Beginnings of tensors that llama.cpp does not compute with."""
+_ENDS = {"attn_sinks": ".weight", "layer_output_scale": ".weight", "altup_correct_scale": ".weight"}
+"""Tensors that are a weight in a file, and no module's in transformers."""
+
+
+@cache
+def named_by_gguf(name: str, stack: str = "") -> Mapping[str, str]:
+    """Return module of a block → tensor of an architecture, for all names that gguf-py knows families to give.
+
+    Args:
+        stack: encoder or decoder, of an architecture that has both.
+    """
+    number = next((number for number, each in MODEL_ARCH_NAMES.items() if each == name), None)
+    if number is None:
+        raise UserError(f"the package gguf that is installed does not know {name} of llama.cpp: {install('gguf')}")
+    before, inside = (f"{stack}.block.0.", f"{SHORT_NAMES[stack]}.blk.0.") if stack else (".0.", "blk.0.")
+    found: dict[str, str] = {}
+    for module, (_, whole) in get_tensor_name_map(number, 1).mapping.items():
+        module, tensor = module.partition(before)[2], whole.removeprefix(inside)
+        if not module or tensor == whole or tensor.startswith(_UNREAD):
+            continue
+        if tensor == "exp_probs_b":  # a bias that stands by itself
+            module, tensor = module.replace("e_score_correction", "e_score_correction_bias"), f"{tensor}.bias"
+        if module.endswith("dt_proj"):
+            found[module.replace("dt_proj", "dt_bias")] = f"{tensor}.bias"
+        found[module] = tensor + _ENDS.get(tensor, "")
+    return found
 
 
 class StateSpaceKeys(NamedTuple):
@@ -152,73 +79,6 @@ class StateSpaceKeys(NamedTuple):
         return {f"ssm.{name}": key for name, key in self._asdict().items() if name not in ("rows", "columns")}
 
 
-def mamba_2(module: str) -> dict[str, str]:
-    """Return the names of a Mamba 2, which is a module of its block."""
-    weights = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
-    others = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
-    return {f"{module}.{name}": tensor for name, tensor in (weights | others).items()}
-
-
-MAMBA_1 = {
-    "in_proj": "ssm_in",
-    "conv1d": "ssm_conv1d",
-    "x_proj": "ssm_x",
-    "dt_proj": "ssm_dt",
-    "A_log": "ssm_a",
-    "D": "ssm_d",
-    "out_proj": "ssm_out",
-}
-"""Modules of a Mamba of the first kind, which is a module of its block."""
-KDA = {
-    "self_attn.q_conv1d": "ssm_conv1d_q",
-    "self_attn.k_conv1d": "ssm_conv1d_k",
-    "self_attn.v_conv1d": "ssm_conv1d_v",
-    "self_attn.f_a_proj": "ssm_f_a",
-    "self_attn.f_b_proj": "ssm_f_b",
-    "self_attn.g_a_proj": "ssm_g_a",
-    "self_attn.g_b_proj": "ssm_g_b",
-    "self_attn.b_proj": "ssm_beta",
-    "self_attn.A_log": "ssm_a",
-    "self_attn.dt_bias": "ssm_dt.bias",
-    "self_attn.o_norm": "ssm_norm",
-}
-"""Linear attention with a decay for each channel of its keys, beside projections of queries, keys, values, outputs."""
-
-BERT = {
-    "attention.self.query": "attn_q",
-    "attention.self.key": "attn_k",
-    "attention.self.value": "attn_v",
-    "attention.output.dense": "attn_output",
-    "attention.output.LayerNorm": "attn_output_norm",
-    "intermediate.dense": "ffn_up",
-    "output.dense": "ffn_down",
-    "output.LayerNorm": "layer_output_norm",
-}
-DISTILBERT = {
-    "attention.q_lin": "attn_q",
-    "attention.k_lin": "attn_k",
-    "attention.v_lin": "attn_v",
-    "attention.out_lin": "attn_output",
-    "sa_layer_norm": "attn_output_norm",
-    "ffn.lin1": "ffn_up",
-    "ffn.lin2": "ffn_down",
-    "output_layer_norm": "layer_output_norm",
-}
-NOMIC = QKV | {
-    "attn.out_proj": "attn_output",
-    "norm1": "attn_output_norm",
-    "mlp.fc11": "ffn_up",
-    "mlp.fc12": "ffn_gate",
-    "mlp.fc2": "ffn_down",
-    "norm2": "layer_output_norm",
-}
-MODERNBERT = QKV | {
-    "attn_norm": "attn_norm",
-    "attn.Wo": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.Wo": "ffn_down",
-}
 BERT_OUTER = {
     "embeddings.word_embeddings": "token_embd",
     "embeddings.position_embeddings": "position_embd",
@@ -229,30 +89,6 @@ RANK = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
 """Modules of a head that gives one score of two texts, by the names that RoBERTa has."""
 ENCODER_DECODER = "t5"
 """The architecture that has both."""
-SHORT_NAMES = {"encoder": "enc", "decoder": "dec"}
-"""Stack → how names of its tensors begin in a file."""
-_T5_ATTENTION = {each: f"attn_{each}" for each in "qkvo"}
-_T5_COLUMNS = {"wi": "ffn_up", "wi_0": "ffn_gate", "wi_1": "ffn_up", "wo": "ffn_down"}
-_T5_SELF = {
-    **{f"layer.0.SelfAttention.{module}": tensor for module, tensor in _T5_ATTENTION.items()},
-    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
-    "layer.0.layer_norm": "attn_norm",
-}
-
-
-def _t5_columns(layer: int) -> dict[str, str]:
-    columns = {f"layer.{layer}.DenseReluDense.{module}": tensor for module, tensor in _T5_COLUMNS.items()}
-    return columns | {f"layer.{layer}.layer_norm": "ffn_norm"}
-
-
-OF_ENCODER = _T5_SELF | _t5_columns(1)
-OF_DECODER = {
-    **_T5_SELF,
-    **{f"layer.1.EncDecAttention.{module}": f"cross_{tensor}" for module, tensor in _T5_ATTENTION.items()},
-    "layer.1.layer_norm": "cross_attn_norm",
-    **_t5_columns(2),
-}
-"""Modules of a block of T5's encoder, and of its decoder."""
 DENSE = ("2_Dense.linear", "3_Dense.linear")
 """Modules of sentence-transformers behind the pooling of EmbeddingGemma, which llama.cpp has, too."""
 SILU = ("silu", "swish")
@@ -266,8 +102,7 @@ class Architecture:
     Attributes:
         name: of the architecture in llama.cpp.
         model_type: of the config.json that it computes.
-        block: module of a block in transformers → tensor in GGUF, without "blk.N." and ".weight" or ".bias"; a tensor
-            that is no weight or bias of a module has its whole name, and so has what it becomes.
+        others: of `block`, those that gguf-py has otherwise, or not at all.
         outer: module outside the blocks → tensor in GGUF.
         neighbours: llama.cpp rotates pairs of neighbouring rows where transformers rotates the halves of a head, so
             that rows of q and k are reordered.
@@ -346,11 +181,12 @@ class Architecture:
         encodes: it makes hidden states of a text, of which all tokens see each other, and generates none. Names of its
             modules are those of the base model.
         stacked: it is an encoder with a decoder behind it, or such an encoder (`stacks`); `block` says nothing.
+        named_as: the architecture whose modules gguf-py calls as this one's, where it does not know this one.
     """
 
     name: str
     model_type: str
-    block: Mapping[str, str] = field(default_factory=lambda: LLAMA)
+    others: Mapping[str, str] = field(default_factory=dict)
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     neighbours: bool = False
     halved: bool = False
@@ -415,6 +251,16 @@ class Architecture:
     gelu: str = ""
     encodes: bool = False
     stacked: bool = False
+    named_as: str = ""
+
+    @cached_property
+    def block(self) -> Mapping[str, str]:
+        """Module of a block in transformers → tensor in GGUF, without "blk.N." and ".weight" or ".bias".
+
+        Those of other families are among them. A tensor that is no weight or bias of a module has its whole name, and
+        so has what it becomes.
+        """
+        return {**named_by_gguf(self.named_as or self.name), **(QKV if self.joins else {}), **self.others}
 
     @property
     def embedding(self) -> str:
@@ -461,26 +307,6 @@ class Architecture:
         return hidden // heads if blocks == self.large else head_dim
 
 
-_OLMO = (
-    ATTENTION
-    | GATED
-    | HEAD_NORMS
-    | {
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    }
-)
-_JOINED = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-_GLM4 = (
-    ATTENTION
-    | _JOINED
-    | {
-        "input_layernorm": "attn_norm",
-        "post_self_attn_layernorm": "post_attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "post_mlp_layernorm": "post_ffw_norm",
-    }
-)
 _SILU = {"hidden_act": SILU}
 _GELU = {"hidden_activation": (*TANH_GELU, None)}
 _NONE: frozenset[str] = frozenset()
@@ -508,49 +334,36 @@ _GRANITE = {
     "attention.scale": "attention_multiplier",
 }
 _GRANITE_ABSENT = {"residual_scale": 1.0, "embedding_scale": 1.0, "attention.scale": None}
-_GRANITE_EXPERTS = (
-    NORMS
-    | ATTENTION
-    | {
-        "block_sparse_moe.router.layer": "ffn_gate_inp",
-        "block_sparse_moe.gate_linear": "ffn_gate_exps",
-        "block_sparse_moe.up_linear": "ffn_up_exps",
-        "block_sparse_moe.output_linear": "ffn_down_exps",
-        "shared_mlp.gate_linear": "ffn_gate_shexp",
-        "shared_mlp.up_linear": "ffn_up_shexp",
-        "shared_mlp.output_linear": "ffn_down_shexp",
-    }
-)
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.gate_linear": "ffn_gate_exps",
+    "block_sparse_moe.up_linear": "ffn_up_exps",
+    "shared_mlp.gate_linear": "ffn_gate_shexp",
+    "shared_mlp.up_linear": "ffn_up_shexp",
+}
 _GRANITE_HALVES = {
     f"{module}.input_linear.weight": (f"{module}.gate_linear.weight", f"{module}.up_linear.weight")
     for module in ("block_sparse_moe", "shared_mlp")
 }
-_GRANITE_DENSE = (
-    NORMS
-    | ATTENTION
-    | {
-        "shared_mlp.gate_linear": "ffn_gate",
-        "shared_mlp.up_linear": "ffn_up",
-        "shared_mlp.output_linear": "ffn_down",
-    }
-)
-_MAMBA = StateSpaceKeys("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
-_OSS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "self_attn.sinks": "attn_sinks.weight",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.experts.down_proj.shift": "ffn_down_exps.bias",
+_GRANITE_DENSE = {
+    "shared_mlp.gate_linear": "ffn_gate",
+    "shared_mlp.up_linear": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
 }
+_MAMBA = StateSpaceKeys("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
+_SINKS = {"self_attn.sinks": "attn_sinks.weight"}
 _OSS_ONLY: dict[str, tuple[Any, ...]] = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
 _EXPERT_HALVES = {"mlp.experts.gate_up_proj.weight": ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")}
 _OSS_HALVES = {
     f"mlp.experts.gate_up_proj.{kind}": (f"mlp.experts.gate_proj.{kind}", f"mlp.experts.up_proj.{kind}")
     for kind in ("weight", "bias")
 }
+_ROUTED_BESIDE = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+}
+"""Experts of a Gemma 4, beside the MLP of each block."""
 _GEMMA4_HALVES = {"experts.gate_up_proj.weight": ("experts.gate_proj.weight", "experts.up_proj.weight")}
 _CHOSEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _SIGMOID = {"expert_gating_func": int(ExpertGatingFuncType.SIGMOID)}
@@ -560,16 +373,6 @@ _LEADING = "first_k_dense_replace"
 _ONE_GROUP: dict[str, tuple[Any, ...]] = {"n_group": (1,), "topk_group": (1,)}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _INTERLEAVED: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
-_ROUTED = EXPERTS | SHARED_ALWAYS | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
-_GLM4_MOE = (
-    ATTENTION
-    | GATED
-    | _ROUTED
-    | {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "post_attention_norm",
-    }
-)
 _ROUTED_COUNTS = {
     "expert_count": "n_routed_experts",
     "expert_shared_count": "n_shared_experts",
@@ -582,34 +385,11 @@ _DELTA = {
 }
 _SHARED_KEYS = {"attention.shared_kv_layers": "num_kv_shared_layers"}
 _PER_LAYER_WIDTH = {"embedding_length_per_layer_input": "hidden_size_per_layer_input"}
-_GEMMA4 = SANDWICH | ATTENTION | GATED | HEAD_NORMS | PER_LAYER | {"layer_scalar": "layer_output_scale.weight"}
 _LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
-_QUERY_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
-_SHARED_MLP = {name.replace("shared_experts", "shared_mlp"): tensor for name, tensor in SHARED_ALWAYS.items()}
-_LATENT_WHOLE = {
-    module: tensor for module, tensor in LATENT.items() if tensor not in ("attn_q", "attn_k_b", "attn_v_b")
-}
-_LATENT_WHOLE["self_attn.kv_b_proj"] = "attn_kv_b"
-_SHARED_EXPERT = {module: tensor for module, tensor in SHARED.items() if module != "mlp.shared_expert_gate"}
-_SARVAM = QKV | {
-    "attention.dense": "attn_output",
-    "attention.query_layernorm": "attn_q_norm",
-    "attention.key_layernorm": "attn_k_norm",
-    "mlp.gate.expert_bias": "exp_probs_b.bias",
-}
-_INDEXER = {
-    "self_attn.indexer.k_norm": "indexer.k_norm",
-    "self_attn.indexer.weights_proj": "indexer.proj",
-    "self_attn.indexer.wk": "indexer.attn_k",
-    "self_attn.indexer.wq_b": "indexer.attn_q_b",
-}
 _INDEXER_COUNTS = {
     "attention.indexer.head_count": "index_n_heads",
     "attention.indexer.key_length": "index_head_dim",
     INDEXED: "index_topk",
-}
-_LLAMA_4 = {module.replace("mlp", "feed_forward"): tensor for module, tensor in (GATED | EXPERTS | SHARED).items()} | {
-    "feed_forward.router": "ffn_gate_inp"
 }
 _XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")}
 _ENCODES: dict[str, tuple[Any, ...]] = {
@@ -619,29 +399,17 @@ _ENCODES: dict[str, tuple[Any, ...]] = {
 _UNTIED: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,)}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
-_JAMBA = (
-    NORMS
-    | ATTENTION
-    | {f"mamba.{module}": tensor for module, tensor in MAMBA_1.items()}
-    | {f"mamba.{name}_layernorm": f"ssm_{name}_norm" for name in ("dt", "b", "c")}
-    | {module.replace("mlp", "feed_forward"): tensor for module, tensor in (GATED | EXPERTS).items()}
-    | {"pre_ff_layernorm": "ffn_norm", "feed_forward.router": "ffn_gate_inp"}
-)
-
-
-_BAMBA = {module.replace("mlp", "feed_forward"): tensor for module, tensor in (NORMS | ATTENTION | GATED).items()}
-_BAMBA |= mamba_2("mamba") | {"pre_ff_layernorm": "ffn_norm"}
 _FINAL_LAYERNORM = {"model.embed_tokens": "token_embd", "model.final_layernorm": "output_norm", "lm_head": "output"}
 _BACKBONE = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
 NORMED = "ssm.dt_b_c_rms"
 """Key that says that B, C and time steps of a Mamba are normed, without weights."""
 
 
-def _mamba(model_type: str, names: Mapping[str, str], **more: Any) -> Architecture:
+def _mamba(model_type: str, **more: Any) -> Architecture:
     """Return an architecture of blocks that are a Mamba and nothing else."""
     name = {"falcon_mamba": "mamba"}.get(model_type, model_type)
     needed = dict.fromkeys(("feed_forward_length", "attention.head_count", "attention.head_count_kv"), 0)
-    return Architecture(name, model_type, {"norm": "attn_norm", **names}, _BACKBONE, single=True, attends="never",
+    return Architecture(name, model_type, outer=_BACKBONE, single=True, attends="never",
                         biases=frozenset({"mixer.conv1d", "mixer.dt_proj"}), unrotated=True, only=_SILU | {
                         "expand": (2,), "use_bias": (False,), "use_conv_bias": (True,)},
                         constants=needed | more.pop("constants", {}), **more)  # fmt: skip
@@ -651,7 +419,7 @@ def _granite_4(name: str, names: Mapping[str, str], **mixture: Any) -> Architect
     """Return an architecture of Granite 4: with Mamba 2 in some blocks, or with attention in all."""
     only, biases, more = dict[str, tuple[Any, ...]](), frozenset(ATTENTION), dict[str, Any]()
     if name == "granitehybrid":
-        names, biases = {**names, **mamba_2("mamba")}, biases | {"mamba.conv1d"}
+        biases |= {"mamba.conv1d"}
         only, more = {"mamba_conv_bias": (True,), "mamba_expand": (2,)}, {"hybrid": "kv_heads", "state_space": _MAMBA}
     if name == "granitemoe":
         only = {"position_embedding_type": ("rope",)}
@@ -663,25 +431,14 @@ def _granite_4(name: str, names: Mapping[str, str], **mixture: Any) -> Architect
                         absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, **more, **mixture)  # fmt: skip
 
 
-_NEMOTRON_H = mamba_2("mixer") | {
-    "norm": "attn_norm",
-    **{module.replace("self_attn", "mixer"): tensor for module, tensor in ATTENTION.items()},
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-}
-_NEMOTRON_H_EXPERTS = {
-    "mixer.gate": "ffn_gate_inp",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+_NEMOTRON_H = {
+    "mixer.out_proj": "ssm_out",
     "mixer.experts.up_proj": "ffn_up_exps",
     "mixer.experts.down_proj": "ffn_down_exps",
-    "mixer.shared_experts.up_proj": "ffn_up_shexp",
-    "mixer.shared_experts.down_proj": "ffn_down_shexp",
-    "mixer.fc1_latent_proj": "ffn_latent_down",
-    "mixer.fc2_latent_proj": "ffn_latent_up",
 }
 
 
-def _nemotron_h(name: str, names: Mapping[str, str], **experts: Any) -> Architecture:
+def _nemotron_h(name: str, **experts: Any) -> Architecture:
     """Return an architecture of Nemotron-H: each block is only Mamba 2, attention, or an MLP or experts."""
     only = experts.pop("only", {}) | _UNTIED | {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU}
     only["use_conv_bias"] = (True,)
@@ -689,14 +446,13 @@ def _nemotron_h(name: str, names: Mapping[str, str], **experts: Any) -> Architec
     keys = StateSpaceKeys("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
     # llama.cpp asks for the epsilon of either kind of norms, and computes with that of RMS norms.
     values = {"attention.layer_norm_epsilon": "layer_norm_epsilon"} | experts.pop("values", {})
-    return Architecture(name, "nemotron_h", names, _BACKBONE, only=only, biases=biases, values=values, differs=True,
-                        hybrid="kv_heads", single=True, unrotated=True, state_space=keys, **experts)  # fmt: skip
+    return Architecture(name, "nemotron_h", _NEMOTRON_H, _BACKBONE, only=only, biases=biases, values=values,
+                        differs=True, hybrid="kv_heads", single=True, unrotated=True, state_space=keys,
+                        **experts)  # fmt: skip
 
 
 # llama.cpp looks for this norm by a name without ".weight".
-_FALCON_H1 = {"input_layernorm": "attn_norm", "pre_ff_layernorm.weight": "ffn_norm"} | {
-    module.replace("mlp", "feed_forward"): tensor for module, tensor in (ATTENTION | GATED).items()
-}
+_FALCON_H1 = {"pre_ff_layernorm.weight": "ffn_norm"}
 _FALCON_FACTORS = {
     "model.embed_tokens": ("embedding_multiplier",),
     "lm_head": ("lm_head_multiplier",),
@@ -711,10 +467,6 @@ _FALCON_FACTORS = {
 }
 
 _WORDS = {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
-_GPT2 = QKV | {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up",
-                "mlp.c_proj": "ffn_down"}  # fmt: skip
-_FOURFOLD = QKV | {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
-_BLOOM = _FOURFOLD | {"self_attention.dense": "attn_output"}
 _TANH_GELU = ("gelu_new", *TANH_GELU)
 _GPT2_ONLY = {"activation_function": _TANH_GELU, "scale_attn_weights": (True,), "add_cross_attention": (False,)}
 _GELU_OF_EITHER_KIND = ("gelu", *TANH_GELU)
@@ -723,74 +475,71 @@ ARCHITECTURES = (
     Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
     Architecture("llama", "mistral", neighbours=True, only=_SILU, table=True),
     Architecture("qwen2", "qwen2", only=_SILU | {"use_sliding_window": (False,)}, biases=_INPUTS),
-    Architecture("qwen3", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE),
-    Architecture("seed_oss", "seed_oss", LLAMA | {"post_attention_layernorm": "post_attention_norm"},
-                 only=_SILU, biases=_INPUTS),
+    Architecture("qwen3", "qwen3", only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE),
+    Architecture("seed_oss", "seed_oss", only=_SILU, biases=_INPUTS),
     Architecture("smollm3", "smollm3", neighbours=True, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  pattern=4),
     Architecture("gemma", "gemma", norm_offset=1, only=_GELU, biases=_NONE),
-    Architecture("gemma2", "gemma2", SANDWICH | ATTENTION | GATED, norm_offset=1, values=_SOFTCAPS, only=_GELU,
+    Architecture("gemma2", "gemma2", norm_offset=1, values=_SOFTCAPS, only=_GELU,
                  biases=_NONE, window="some", pattern=2, large=46,
                  absent={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    Architecture("gemma3", "gemma3_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS, norm_offset=1, only=_GELU |
+    Architecture("gemma3", "gemma3_text", norm_offset=1, only=_GELU |
                  {"attn_logit_softcapping": (None,)}, biases=_NONE, window="any", pattern=6, large=62,
                  values={"final_logit_softcapping": "final_logit_softcapping"},
                  absent={"final_logit_softcapping": None}),
-    Architecture("gemma3n", "gemma3n_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS | PER_LAYER | ALTUP,
-                 PER_LAYER_OUTER | ALTUP_OUTER, biases=_NONE, window="some", pattern=5, shares=True, owners=20,
-                 sparse=10, only={"hidden_activation": TANH_GELU, "final_logit_softcapping": (30.0,),
+    Architecture("gemma3n", "gemma3n_text", outer=PER_LAYER_OUTER | ALTUP_OUTER, biases=_NONE, window="some",
+                 pattern=5, shares=True, owners=20, sparse=10,
+                 only={"hidden_activation": TANH_GELU, "final_logit_softcapping": (30.0,),
                        "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,),
                        "laurel_rank": (64,), "hidden_size_per_layer_input": (256,)},
                  values={"final_logit_softcapping": "final_logit_softcapping"},
                  counts=_SHARED_KEYS | _PER_LAYER_WIDTH | {
                      "altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"}),
-    *(Architecture("gemma4", each, _GEMMA4 | experts, PER_LAYER_OUTER, biases=_NONE, window="some", shares=True,
+    *(Architecture("gemma4", each, experts, PER_LAYER_OUTER, biases=_NONE, window="some", shares=True,
                    differs=True, values={"final_logit_softcapping": "final_logit_softcapping"},
                    absent={"final_logit_softcapping": None}, halves=halves, widths=widths, constants=constants,
                    counts=_SHARED_KEYS | counts, only=only | {
                        "hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, "vision")})
       for each, experts, halves, counts, widths, constants, only in (
           ("gemma4_text", {}, {}, _PER_LAYER_WIDTH, {}, {}, {"enable_moe_block": (False,)}),
-          ("gemma4_text", ROUTED_BESIDE, _GEMMA4_HALVES, _PER_LAYER_WIDTH | _CHOSEN | {
+          ("gemma4_text", _ROUTED_BESIDE, _GEMMA4_HALVES, _PER_LAYER_WIDTH | _CHOSEN | {
               "expert_used_count": "top_k_experts"}, _WIDTH, {}, {"enable_moe_block": (True,)}),
           ("gemma4_unified_text", {}, {}, {}, {}, dict.fromkeys(_PER_LAYER_WIDTH, 0), {}),
       )),
-    Architecture("phi3", "phi3", NORMS | ATTENTION | _JOINED, joined=True, halves={FUSED_GATES: GATES},
+    Architecture("phi3", "phi3", joined=True, halves={FUSED_GATES: GATES},
                  only=_SILU, biases=_NONE, constants={"attention.sliding_window": 0}, partial=True,
                  fused="self_attn.qkv_proj"),
-    Architecture("olmo2", "olmo2", _OLMO, only=_SILU, biases=_NONE),
-    Architecture("olmo2", "olmo3", _OLMO, only=_SILU, biases=_NONE, window="any", pattern=4),
+    Architecture("olmo2", "olmo2", only=_SILU, biases=_NONE),
+    Architecture("olmo2", "olmo3", only=_SILU, biases=_NONE, window="any", pattern=4),
     Architecture("granite", "granite", neighbours=True, only=_SILU, table=True, absent=_GRANITE_ABSENT,
                  values=_GRANITE),
-    Architecture("starcoder2", "starcoder2", NORMS | ATTENTION | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
-                 only={"hidden_act": TANH_GELU}, epsilon="layer_norm_epsilon"),
-    Architecture("command-r", "cohere", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
+    Architecture("starcoder2", "starcoder2", only={"hidden_act": TANH_GELU}, epsilon="layer_norm_epsilon"),
+    Architecture("command-r", "cohere", only=_SILU, biases=_NONE,
                  values={"logit_scale": "logit_scale"}, absent={"logit_scale": 1.0}, epsilon="layer_norm_epsilon"),
     Architecture("ernie4_5", "ernie4_5", only=_SILU | {"use_bias": (False,)}, biases=_NONE),
     Architecture("stablelm", "stablelm", only=_SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
-                 biases=_INPUTS | frozenset(NORMS) | {"model.norm"}, epsilon="layer_norm_epsilon",
-                 constants={"use_parallel_residual": False}, partial=True),
-    Architecture("nemotron", "nemotron", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
-                 norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon", partial=True),
-    Architecture("arcee", "arcee", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
-                 neighbours=True, only={"hidden_act": ("relu2",)}, biases=_NONE),
-    Architecture("cohere2", "cohere2", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
+                 biases=_INPUTS | {"input_layernorm", "post_attention_layernorm", "model.norm"},
+                 epsilon="layer_norm_epsilon", constants={"use_parallel_residual": False}, partial=True),
+    Architecture("nemotron", "nemotron", norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon",
+                 partial=True),
+    Architecture("arcee", "arcee", neighbours=True, only={"hidden_act": ("relu2",)}, biases=_NONE),
+    Architecture("cohere2", "cohere2", only=_SILU, biases=_NONE,
                  values={"logit_scale": "logit_scale"}, absent={"logit_scale": None}, epsilon="layer_norm_epsilon",
                  window="some", pattern=4),
-    Architecture("exaone4", "exaone4", _OLMO, only=_SILU | {"sliding_window": (None,)}, biases=_NONE, table=True,
+    Architecture("exaone4", "exaone4", only=_SILU | {"sliding_window": (None,)}, biases=_NONE, table=True,
                  whole="heads"),
-    Architecture("glm4", "glm4", _GLM4, only=_SILU, biases=_INPUTS, partial=True, joined=True,
+    Architecture("glm4", "glm4", only=_SILU, biases=_INPUTS, partial=True, joined=True,
                  halves={FUSED_GATES: GATES}),
-    Architecture("hunyuan-dense", "hunyuan_v1_dense", LLAMA | _QUERY_NORMS, only=_SILU, biases=_NONE),
-    Architecture("llama", "mixtral", NORMS | ATTENTION | MIXTRAL, neighbours=True, only=_SILU, biases=_NONE,
+    Architecture("hunyuan-dense", "hunyuan_v1_dense", only=_SILU, biases=_NONE),
+    Architecture("llama", "mixtral", neighbours=True, only=_SILU, biases=_NONE,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
-    Architecture("qwen2moe", "qwen2_moe", NORMS | ATTENTION | EXPERTS | SHARED, biases=_INPUTS, only=_SILU |
+    Architecture("qwen2moe", "qwen2_moe", biases=_INPUTS, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (False,), "use_sliding_window": (False,)},
                  counts=_CHOSEN, widths=_WIDTHS),
-    Architecture("qwen3moe", "qwen3_moe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
+    Architecture("qwen3moe", "qwen3_moe", biases=_NONE, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (True,), "use_sliding_window": (False,)},
                  counts=_CHOSEN, widths=_WIDTH),
-    Architecture("olmoe", "olmoe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
+    Architecture("olmoe", "olmoe", biases=_NONE, only=_SILU |
                  {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN, whole="kv_heads"),
     *(Architecture("granitemoe", each, _GRANITE_EXPERTS, neighbours=True, only=_SILU, biases=_NONE, table=True,
                    absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, widths=widths,
@@ -799,152 +548,142 @@ ARCHITECTURES = (
     *(_granite_4(name, _GRANITE_DENSE) for name in ("granitehybrid", "granite")),
     *(_granite_4(name, _GRANITE_EXPERTS, widths={SHARED_WIDTH: "shared_intermediate_size"},
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}) for name in ("granitehybrid", "granitemoe")),
-    Architecture("falcon-h1", "falcon_h1", _FALCON_H1 | mamba_2("mamba"), _FINAL_LAYERNORM,
+    Architecture("falcon-h1", "falcon_h1", _FALCON_H1, _FINAL_LAYERNORM,
                  biases=frozenset({"mamba.conv1d"}), only=_SILU | {"mamba_conv_bias": (True,)},
                  state_space=_MAMBA._replace(columns="mamba_d_ssm"),
                  factors=_FALCON_FACTORS, row_factors="ssm_multipliers"),
-    _nemotron_h("nemotron_h", _NEMOTRON_H),
-    _nemotron_h("nemotron_h_moe", _NEMOTRON_H | _NEMOTRON_H_EXPERTS, values=_SCALED,
+    _nemotron_h("nemotron_h"),
+    _nemotron_h("nemotron_h_moe", values=_SCALED,
                 only=_ONE_GROUP | {"norm_topk_prob": (True,), "n_shared_experts": (1,)}, constants={
                 "expert_weights_norm": True, "expert_shared_count": 1}, absent={"moe_latent_size": None},
                 counts=_CHOSEN | {"expert_count": "n_routed_experts", "moe_latent_size": "moe_latent_size"},
                 widths=_WIDTH | {SHARED_WIDTH: "moe_shared_expert_intermediate_size"}),
-    Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window="some", pattern=2,
+    Architecture("gpt-oss", "gpt_oss", {"mlp.experts.down_proj.shift": "ffn_down_exps.bias"},
+                 only=_SILU | _OSS_ONLY, window="some", pattern=2,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}, halves=_OSS_HALVES, alternating=True,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size")),
-    Architecture("lfm2", "lfm2", SHORT_CONVOLUTION, _LFM2, only={"conv_bias": (False,)}, biases=_NONE,
+    Architecture("lfm2", "lfm2", outer=_LFM2, only={"conv_bias": (False,)}, biases=_NONE,
                  whole="heads", counts={"shortconv.l_cache": "conv_L_cache"}, hybrid="kv_heads"),
-    Architecture("lfm2moe", "lfm2_moe", SHORT_CONVOLUTION | {
-                 "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
-                 "feed_forward.experts.w1": "ffn_gate_exps", "feed_forward.experts.w3": "ffn_up_exps",
-                 "feed_forward.experts.w2": "ffn_down_exps"}, _LFM2, biases=_NONE, whole="heads", only={
+    Architecture("lfm2moe", "lfm2_moe", outer=_LFM2, biases=_NONE, whole="heads", only={
                  "conv_bias": (False,), "norm_topk_prob": (True,), "routed_scaling_factor": (1.0,),
                  "use_expert_bias": (True,)}, counts=_CHOSEN | {"shortconv.l_cache": "conv_L_cache"},
                  widths=_WIDTH, constants=_SIGMOID, hybrid="kv_heads",
                  leading="num_dense_layers"),
-    Architecture("qwen3next", "qwen3_next", DELTA_FUSED | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
+    Architecture("qwen3next", "qwen3_next", biases=_NONE,
                  norm_offset=1, only=_SILU | _EXPERTS_ALONE | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _DELTA,
                  widths=_WIDTHS, partial=True, hybrid="interval", gated=True),
-    Architecture("qwen35", "qwen3_5_text", DELTA_APART | ATTENTION | HEAD_NORMS | GATED, biases=_NONE, norm_offset=1,
+    Architecture("qwen35", "qwen3_5_text", biases=_NONE, norm_offset=1,
                  only=_SILU, counts=_DELTA, partial=True, hybrid="interval", gated=True, sections="turns"),
-    Architecture("qwen35moe", "qwen3_5_moe_text", DELTA_APART | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
+    Architecture("qwen35moe", "qwen3_5_moe_text", biases=_NONE,
                  norm_offset=1, only=_SILU, counts=_CHOSEN | _DELTA, widths=_WIDTHS, partial=True,
                  hybrid="interval", gated=True, sections="turns"),
-    Architecture("ernie4_5-moe", "ernie4_5_moe", LLAMA | EXPERTS | SHARED_ALWAYS | {
+    Architecture("ernie4_5-moe", "ernie4_5_moe", {
                  "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | {
                  "moe_layer_interval": (1,)}, biases=_NONE, leading="moe_layer_start_index", counts={
                  "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
                  "expert_shared_count": "moe_num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""},
                  constants={"interleave_moe_layer_step": 1}),
-    Architecture("glm4moe", "glm4_moe", _GLM4_MOE | HEAD_NORMS, biases=_INPUTS, only=_SILU | _ONE_GROUP | {
+    Architecture("glm4moe", "glm4_moe", biases=_INPUTS, only=_SILU | _ONE_GROUP | {
                  "norm_topk_prob": (True,)}, partial=True, leading=_LEADING, values=_SCALED,
                  counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH, constants=_SIGMOID_SUM),
-    Architecture("dots1", "dots1", LLAMA | HEAD_NORMS | _ROUTED, biases=_NONE, leading=_LEADING, values=_SCALED,
+    Architecture("dots1", "dots1", biases=_NONE, leading=_LEADING, values=_SCALED,
                  only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _ROUTED_COUNTS,
                  widths=_WIDTH, constants=_SIGMOID_SUM, own_keys=True),
     Architecture("mistral3", "ministral3", neighbours=True, only=_SILU, biases=_NONE,
                  rotary={"attention.temperature_scale": "llama_4_scaling_beta"}),
-    *(Architecture("apertus", each, {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm",
-                   "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | ATTENTION | HEAD_NORMS, biases=_NONE,
-                   only=only | _UNTIED | {"hidden_act": ("xielu",)}, table=True, scalars=_XIELU)
+    *(Architecture("apertus", each, biases=_NONE, only=only | _UNTIED | {"hidden_act": ("xielu",)}, table=True,
+                   scalars=_XIELU)
       for each, only in (("apertus", {}), ("apertus1p5_text", {"output_vocab_size": (None,)}))),
-    Architecture("afmoe", "afmoe", {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
-                 "pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm",
-                 "self_attn.gate_proj": "attn_gate", "mlp.expert_bias": "exp_probs_b.bias"} | ATTENTION | HEAD_NORMS |
-                 GATED | EXPERTS | SHARED_ALWAYS | {"mlp.router.gate": "ffn_gate_inp"}, biases=_NONE,
+    Architecture("afmoe", "afmoe", biases=_NONE,
                  window="pattern", pattern=4, leading="num_dense_layers", only=_SILU | {"mup_enabled": (True,)},
                  values={"expert_weights_scale": "route_scale"}, widths=_WIDTH, constants=_SIGMOID_SUM,
                  counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}),
-    Architecture("minimax-m2", "minimax_m2", NORMS | ATTENTION | HEAD_NORMS | MIXTRAL | {
+    Architecture("minimax-m2", "minimax_m2", {
                  "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | _UNTIED, biases=_NONE,
                  partial=True, counts=_CHOSEN | {"expert_count": "num_local_experts"}, constants=_SIGMOID,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size")),
-    Architecture("hunyuan-moe", "hunyuan_v1_moe", NORMS | ATTENTION | _QUERY_NORMS | EXPERTS | _SHARED_MLP | {
-                 "mlp.gate.wg": "ffn_gate_inp"},
-                 only=_SILU, biases=_NONE, counts=_CHOSEN | {"expert_used_count": "moe_topk"},
+    Architecture("hunyuan-moe", "hunyuan_v1_moe", only=_SILU, biases=_NONE,
+                 counts=_CHOSEN | {"expert_used_count": "moe_topk"},
                  widths=dict.fromkeys((*_WIDTH, SHARED_WIDTH), "intermediate_size")),
-    Architecture("exaone-moe", "exaone_moe", LLAMA | HEAD_NORMS | _ROUTED | {
+    Architecture("exaone-moe", "exaone_moe", {
                  "mlp.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, window="some", pattern=4,
                  leading=_LEADING, values=_SCALED, only=_SILU | _ONE_GROUP | _UNTIED | {"norm_topk_prob": (True,)},
                  counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""},
                  constants=_SIGMOID_SUM),
-    Architecture("mellum", "mellum", LLAMA | HEAD_NORMS | EXPERTS, biases=_NONE, window="any", pattern=4, only=_SILU |
+    Architecture("mellum", "mellum", named_as="dots1", biases=_NONE, window="any", pattern=4, only=_SILU |
                  _UNTIED | {"norm_topk_prob": (True,)}, counts=_CHOSEN | {"expert_count": "num_local_experts"},
                  widths=_WIDTH),
-    Architecture("hy_v3", "hy_v3", LLAMA | HEAD_NORMS | _SHARED_MLP | EXPERTS | {"mlp.router.gate": "ffn_gate_inp",
-                 "mlp.expert_bias": "exp_probs_b"}, biases=_NONE, only=_SILU, leading="mlp_layer_types",
+    Architecture("hy_v3", "hy_v3", {"mlp.expert_bias": "exp_probs_b"}, named_as="dots1", biases=_NONE,
+                 only=_SILU, leading="mlp_layer_types",
                  values={"expert_weights_scale": "router_scaling_factor"}, constants=_SIGMOID_SUM,
                  counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""}),
-    Architecture("cohere2moe", "cohere2_moe", {"input_layernorm": "attn_norm"} | ATTENTION | GATED | EXPERTS |
-                 SHARED_ALWAYS, biases=_NONE, window="some", values={"logit_scale": "logit_scale"},
-                 leading="mlp_layer_types", dense_width="prefix_dense_intermediate_size",
-                 epsilon="layer_norm_epsilon", only=_SILU | {
+    Architecture("cohere2moe", "cohere2_moe", named_as="dots1", biases=_NONE, window="some",
+                 values={"logit_scale": "logit_scale"}, leading="mlp_layer_types",
+                 dense_width="prefix_dense_intermediate_size", epsilon="layer_norm_epsilon", only=_SILU | {
                  "rms_norm_eps": (None,), "expert_selection_fn": ("sigmoid",), "norm_topk_prob": (True,),
                  "shared_expert_combination_strategy": ("average",), "prefix_dense_sliding_window_pattern": (1,)},
                  counts=_CHOSEN | {"expert_shared_count": "num_shared_experts"}, constants=_SIGMOID_SUM,
                  widths=dict.fromkeys(_WIDTH, "intermediate_size") | {SHARED_WIDTH: ""}),
-    Architecture("glm4moe", "solar_open", _GLM4_MOE, biases=_NONE,
-                 only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, values=_SCALED,
-                 counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
+    Architecture("glm4moe", "solar_open", biases=_NONE, only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)},
+                 values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
                  constants=_SIGMOID_SUM | {"leading_dense_block_count": 0}),
-    Architecture("granite_swa", "granite_swa", LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True,
+    Architecture("granite_swa", "granite_swa", _SINKS, named_as="llama", neighbours=True,
                  only=_SILU, table=True, absent=_GRANITE_ABSENT, values=_GRANITE, window="some",
                  bases="layer_rope_theta"),
     *(Architecture("llama", each, neighbours=True, only=_SILU)
       for each in ("iquestcoder", "internlm3", "emu3_text_model")),
-    Architecture("jais2", "jais2", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
-                 only={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
+    Architecture("jais2", "jais2", only={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
                  epsilon="layer_norm_epsilon"),
-    Architecture("olmo", "olmo", ATTENTION | GATED, neighbours=True, only=_SILU, biases=_NONE, whole="heads",
+    Architecture("olmo", "olmo", neighbours=True, only=_SILU, biases=_NONE, whole="heads",
                  epsilon="layer_norm_epsilon", values={"attention.clamp_kqv": "clip_qkv"},
                  absent={"attention.clamp_kqv": None}),
-    Architecture("deepseek2", "deepseek_v2", NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent="apart",
+    Architecture("deepseek2", "deepseek_v2", biases=_NONE, latent="apart",
                  leading=_LEADING, only=_SILU | {"topk_method": ("greedy",), "norm_topk_prob": (False,)},
                  values=_SCALED, absent={"expert_gating_func": int(ExpertGatingFuncType.SOFTMAX)},
                  counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH,
                  constants={"expert_gating_func": int(ExpertGatingFuncType.SOFTMAX)}),
-    *(Architecture("deepseek2", each, NORMS | LATENT | GATED | _ROUTED, biases=_NONE, latent="apart", leading=leading,
+    *(Architecture("deepseek2", each, biases=_NONE, latent="apart", leading=leading,
                    only=_SILU | _INTERLEAVED | {"norm_topk_prob": (True,)}, values=_SCALED,
                    counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, widths=_WIDTH, constants=_SIGMOID_SUM)
       for each, leading in (("deepseek_v3", _LEADING), ("glm4_moe_lite", "mlp_layer_types"), ("sarvam_mla", _LEADING))),
-    Architecture("deepseek2", "youtu", NORMS | LATENT | GATED, biases=_NONE, latent="apart", leading=_LEADING,
+    Architecture("deepseek2", "youtu", biases=_NONE, latent="apart", leading=_LEADING,
                  only=_SILU | _INTERLEAVED, constants={"expert_shared_count": 0},
                  widths=dict.fromkeys(_WIDTH, "")),
     Architecture("qwen2vl", "qwen2", only=_SILU | {"use_sliding_window": (False,)}, biases=_INPUTS, sections="stated",
                  whole="heads", wholes=("qwen2_vl", "qwen2_5_vl")),
-    Architecture("qwen3vl", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
+    Architecture("qwen3vl", "qwen3", only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  sections="turns", wholes=("qwen3_vl",)),
-    Architecture("qwen3vlmoe", "qwen3_vl_moe_text", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
+    Architecture("qwen3vlmoe", "qwen3_vl_moe_text", biases=_NONE, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (True, None), "use_sliding_window": (False, None)},
                  counts=_CHOSEN, widths=_WIDTH, sections="turns", wholes=("qwen3_vl_moe",), halves=_EXPERT_HALVES,
                  alone="qwen3_moe"),
-    Architecture("glm4", "glm4v_text", _GLM4, only=_SILU, biases=_INPUTS, partial=True, joined=True, sections="stated",
+    Architecture("glm4", "glm4v_text", only=_SILU, biases=_INPUTS, partial=True, joined=True, sections="stated",
                  halves={FUSED_GATES: GATES}, halved=True, alone="glm4"),
-    Architecture("glm4moe", "glm4v_moe_text", _GLM4_MOE, biases=_INPUTS, only=_SILU | _ONE_GROUP | {
+    Architecture("glm4moe", "glm4v_moe_text", biases=_INPUTS, only=_SILU | _ONE_GROUP | {
                  "norm_topk_prob": (True,)}, partial=True, leading=_LEADING, values=_SCALED, sections="stated",
                  counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH, constants=_SIGMOID_SUM, alone="glm4_moe"),
-    Architecture("phi2", "phi", {"input_layernorm": "attn_norm", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"} |
-                 ATTENTION | {"self_attn.dense": "attn_output"}, _FINAL_LAYERNORM, partial=True, whole="heads",
+    Architecture("phi2", "phi", outer=_FINAL_LAYERNORM, partial=True, whole="heads",
                  only=_UNTIED | {"hidden_act": TANH_GELU, "qk_layernorm": (False,)}, epsilon="layer_norm_epsilon"),
-    Architecture("chatglm", "glm", NORMS | ATTENTION | _JOINED, joined=True, halves={FUSED_GATES: GATES},
+    Architecture("chatglm", "glm", joined=True, halves={FUSED_GATES: GATES},
                  only=_SILU, biases=_INPUTS, partial=True, whole="heads"),
-    Architecture("granite_swa", "granitemoe_swa", NORMS | ATTENTION | {"self_attn.sinks": "attn_sinks.weight",
+    Architecture("granite_swa", "granitemoe_swa", _SINKS | {
                  "block_sparse_moe.router": "ffn_gate_inp", "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
                  "block_sparse_moe.experts.up_proj": "ffn_up_exps",
-                 "block_sparse_moe.experts.down_proj": "ffn_down_exps"}, neighbours=True, biases=_NONE, table=True,
-                 only=_SILU | {"shared_intermediate_size": (0,)}, absent=_GRANITE_ABSENT, values=_GRANITE,
-                 window="some", bases="layer_rope_theta", counts=_CHOSEN | {"expert_count": "num_local_experts"},
+                 "block_sparse_moe.experts.down_proj": "ffn_down_exps"}, named_as="llama", neighbours=True,
+                 biases=_NONE, table=True, only=_SILU | {"shared_intermediate_size": (0,)}, absent=_GRANITE_ABSENT,
+                 values=_GRANITE, window="some", bases="layer_rope_theta",
+                 counts=_CHOSEN | {"expert_count": "num_local_experts"},
                  halves={"block_sparse_moe.experts.gate_up_proj.weight": (
                  "block_sparse_moe.experts.gate_proj.weight", "block_sparse_moe.experts.up_proj.weight")}),
-    *(Architecture("jamba", "jamba", _JAMBA, _FINAL_LAYERNORM, attends="periods", hybrid="kv_heads",
+    *(Architecture("jamba", "jamba", outer=_FINAL_LAYERNORM, attends="periods", hybrid="kv_heads",
                    biases=frozenset({"mamba.conv1d", "mamba.dt_proj"}), unrotated=True, whole="heads",
                    counts=experts | {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
                    DELTA_HEADS: "mamba_dt_rank"}, only=_SILU | {
                    "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,)})
       for experts in ({}, _CHOSEN)),
-    Architecture("minimax-01", "minimax", NORMS | ATTENTION | MIXTRAL | {"self_attn.norm": "attn_norm_2",
+    Architecture("minimax-01", "minimax", {"self_attn.norm": "attn_norm_2",
                  "self_attn.qkv_proj": "attn_qkv", "self_attn.output_gate": "attn_gate",
-                 "self_attn.out_proj": "attn_output"}, biases=_NONE, hybrid="interval",
+                 "self_attn.out_proj": "attn_output"}, named_as="minimax-m2", biases=_NONE, hybrid="interval",
                  linear="attn_norm_2", computed=frozenset(
                      f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
                  values={"residual_scale": "full_attn_alpha_factor"}, same=dict.fromkeys(
@@ -952,18 +691,17 @@ ARCHITECTURES = (
                      f"{part}_beta_factor": (1,) for part in ("full_attn", "linear_attn", "mlp")} | {
                      "rope_parameters.partial_rotary_factor": (1.0, None)},
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
-    *(_mamba(each, {f"mixer.{module}": tensor for module, tensor in MAMBA_1.items()}, constants=normed, counts={
+    *(_mamba(each, constants=normed, counts={
         "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", DELTA_HEADS: "time_step_rank"})
       for each, normed in (("mamba", {}), ("falcon_mamba", {NORMED: True}))),
-    _mamba("mamba2", mamba_2("mixer"), state_space=StateSpaceKeys(
+    _mamba("mamba2", state_space=StateSpaceKeys(
         "conv_kernel", "state_size", "n_groups", "num_heads", "head_dim")),
-    Architecture("granitehybrid", "bamba", _BAMBA, _FINAL_LAYERNORM, neighbours=True,
+    Architecture("granitehybrid", "bamba", outer=_FINAL_LAYERNORM, neighbours=True,
                  biases=frozenset(ATTENTION) | {"mamba.conv1d"},
                  partial=True, hybrid="kv_heads", attends="attn_layer_indices", state_space=_MAMBA, only=_SILU | {
                  "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,), "mlp_bias": (False,)}),
-    Architecture("kimi-linear", "kimi_linear", NORMS | LATENT | ATTENTION | KDA | GATED | MIXTRAL | {
-                 module.replace("mlp", "block_sparse_moe"): tensor
-                 for module, tensor in (GATED | SHARED_ALWAYS).items()} | {
+    Architecture("kimi-linear", "kimi_linear", {"self_attn.dt_bias": "ssm_dt.bias"} | {
+                 module.replace("mlp", "block_sparse_moe"): tensor for module, tensor in GATED.items()} | {
                  "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, latent="apart",
                  linear="ssm_f_a", same={"linear_num_heads": "num_attention_heads"}, absent=dict.fromkeys(_GROUPS),
                  hybrid="kv_heads", unrotated=True, leading="mlp_layer_types", values=_SCALED,
@@ -971,51 +709,46 @@ ARCHITECTURES = (
                  widths=_WIDTH, constants=_SIGMOID, counts=_CHOSEN | _GROUPS | {
                  "expert_shared_count": "num_shared_experts", "ssm.conv_kernel": "linear_conv_kernel_dim",
                  "kda.head_dim": "linear_head_dim"}),
-    Architecture("exaone", "exaone", {"ln_1": "attn_norm", "ln_2": "ffn_norm", "mlp.c_fc_0": "ffn_gate",
-                 "mlp.c_fc_1": "ffn_up", "mlp.c_proj": "ffn_down", "attn.attention.q_proj": "attn_q",
-                 "attn.attention.k_proj": "attn_k", "attn.attention.v_proj": "attn_v",
-                 "attn.attention.out_proj": "attn_output"}, {"transformer.wte": "token_embd",
-                 "transformer.ln_f": "output_norm", "lm_head": "output"}, only=_SILU, biases=_NONE, table=True,
-                 layers="h"),
-    Architecture("llama4", "llama4_text", NORMS | ATTENTION | _LLAMA_4, biases=_NONE, table=True, pattern=4,
+    Architecture("exaone", "exaone", outer=_WORDS, only=_SILU, biases=_NONE, table=True, layers="h"),
+    Architecture("llama4", "llama4_text", biases=_NONE, table=True, pattern=4,
                  only=_SILU | {"attention_chunk_size": (8192,), "attn_temperature_tuning": (True,),
                        "floor_scale": (8192,), "attn_scale": (0.1,)}, unnormed=128, dense_width="intermediate_size_mlp",
                  counts=_CHOSEN | {"expert_count": "num_local_experts", EVERY: EVERY},
                  widths=dict.fromkeys(_WIDTH, "intermediate_size"), halves={
                  "feed_forward.experts.gate_up_proj.weight": (
                  "feed_forward.experts.gate_proj.weight", "feed_forward.experts.up_proj.weight")}),
-    Architecture("minicpm3", "minicpm3", NORMS | _LATENT_WHOLE | GATED, biases=_NONE, latent="whole", only=_SILU,
+    Architecture("minicpm3", "minicpm3", biases=_NONE, latent="whole", only=_SILU,
                  factors={"model.embed_tokens": ("scale_emb/12",), OUTPUT: ("scale_depth/1.4",),
                           "mlp.down_proj": ("scale_depth/1.4",), "lm_head": ("dim_model_base/256",)}),
     Architecture("llama", "helium", only=_SILU, whole="heads"),
-    *(Architecture("granite_swa", each, LLAMA | {"self_attn.sinks": "attn_sinks.weight"}, neighbours=True, only=_SILU,
+    *(Architecture("granite_swa", each, _SINKS, named_as="llama", neighbours=True, only=_SILU,
                    table=True, window="some", constants={"logit_scale": 1.0}, unsunk=True)
       for each in ("cwm", "ministral")),
-    *(Architecture(name, each, NORMS | LATENT | GATED | _ROUTED | _INDEXER, latent="apart", leading=_LEADING,
+    *(Architecture(name, each, named_as="glm-dsa", latent="apart", leading=_LEADING,
                    biases=frozenset({"self_attn.indexer.k_norm"}), only=_SILU | {"norm_topk_prob": (True,)},
                    values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS | _INDEXER_COUNTS, widths=_WIDTH,
                    constants=_SIGMOID_SUM, indexers=indexers)
       for name, each, indexers in (("deepseek32", "deepseek_v32", ""), ("glm-dsa", "glm_moe_dsa", "indexer_types"))),
-    Architecture("laguna", "laguna", LLAMA | HEAD_NORMS | EXPERTS | _SHARED_EXPERT | {"self_attn.g_proj": "attn_gate",
-                 "mlp.experts.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, window="any", pattern=4,
-                 first=True, apart=True, local="rows", partial=True, leading="mlp_layer_types", only=_SILU | {
+    Architecture("laguna", "laguna", {"self_attn.g_proj": "attn_gate",
+                 "mlp.experts.e_score_correction_bias": "exp_probs_b.bias"}, named_as="dots1", biases=_NONE,
+                 window="any", pattern=4, first=True, apart=True, local="rows", partial=True,
+                 leading="mlp_layer_types", only=_SILU | {
                  "moe_router_logit_softcapping": (0.0,), "moe_apply_router_weight_on_input": (False,)},
                  values={"expert_weights_scale": "moe_routed_scaling_factor"}, counts=_CHOSEN, widths=_WIDTHS,
                  constants=_SIGMOID_SUM),
-    Architecture("mimo2", "mimo_v2_flash", LLAMA | EXPERTS | {"self_attn.attention_sink_bias": "attn_sinks.weight",
-                 "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}, biases=_NONE, window="some", apart=True,
+    Architecture("mimo2", "mimo_v2_flash", biases=_NONE, window="some", apart=True,
                  local="base", partial=True, leading="mlp_layer_types", value_rows="v_head_dim", only=_SILU | _UNTIED |
                  _ONE_GROUP | {"norm_topk_prob": (True,), "routed_scaling_factor": (1.0,)},
                  values={"attention.value_scale": "attention_value_scale"}, absent={"attention.value_scale": None},
                  counts=_CHOSEN | {"expert_count": "n_routed_experts"}, widths=_WIDTH),
-    Architecture("bailingmoe2", "sarvam_moe", NORMS | GATED | _ROUTED | _SARVAM, {
+    Architecture("bailingmoe2", "sarvam_moe", outer={
                  "model.word_embeddings": "token_embd", "model.norm": "output_norm", "lm_head": "output"}, biases=_NONE,
                  partial=True, whole="heads", leading=_LEADING, values=_SCALED, widths=_WIDTH, constants=_SIGMOID_SUM,
                  only=_SILU | _UNTIED | {"norm_topk_prob": (True,), "use_qk_norm": (True,)},
                  counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, fused="attention.query_key_value"),
-    Architecture("minimax-m3", "minimax_m3_vl_text", NORMS | ATTENTION | HEAD_NORMS | GATED | _ROUTED | {
+    Architecture("minimax-m3", "minimax_m3_vl_text", {
                  f"self_attn.indexer.{each}": f"indexer.{each}" for each in ("q_proj", "k_proj", "q_norm", "k_norm")},
-                 norm_offset=1, biases=_NONE, partial=True, leading="mlp_layer_types",
+                 named_as="dots1", norm_offset=1, biases=_NONE, partial=True, leading="mlp_layer_types",
                  dense_width="dense_intermediate_size", shared_width="shared_intermediate_size", values=_SCALED,
                  kinds=("full_attention", "minimax_m3_sparse"), widths=dict.fromkeys(_WIDTH, "intermediate_size"),
                  only=_SILU | _UNTIED | _OSS_ONLY, constants=_SIGMOID_SUM | {"expert_shared_count": 1},
@@ -1026,67 +759,63 @@ ARCHITECTURES = (
                  halves={f"mlp.{each}gate_up_proj.weight": (
                      f"mlp.{each}gate_proj.weight", f"mlp.{each}up_proj.weight")
                      for each in ("", "experts.", "shared_experts.")}),
-    Architecture("granitemoe", "aria_text", NORMS | ATTENTION | SHARED_ALWAYS | {
-                 "mlp.router": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
-                 "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.fc2": "ffn_down_exps"}, neighbours=True, only=_SILU,
+    Architecture("granitemoe", "aria_text", {"mlp.experts.fc2": "ffn_down_exps"}, neighbours=True, only=_SILU,
                  biases=_NONE, table=True, constants={"logit_scale": 1.0}, widths={SHARED_WIDTH: ""},
                  counts={"expert_count": "moe_num_experts", "expert_used_count": "moe_topk"},
                  halves={"mlp.experts.fc1.weight": ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")}),
-    Architecture("glm4", "hyperclovax", NORMS | {"post_norm1": "post_attention_norm", "post_norm2": "post_ffw_norm"} |
-                 ATTENTION | _JOINED, neighbours=True, joined=True,
+    Architecture("glm4", "hyperclovax", {"post_attention_layernorm": "ffn_norm", "post_norm1": "post_attention_norm",
+                 "post_norm2": "post_ffw_norm"}, neighbours=True, joined=True,
                  only=_SILU | {"use_post_norm": (True,), "mlp_bias": (False,)}, biases=_INPUTS, factors={
                  "model.embed_tokens": ("embedding_multiplier",), "lm_head": ("logits_scaling",),
                  QUERY: ("attention_multiplier/scale",), "post_norm1": ("residual_multiplier",),
                  "post_norm2": ("residual_multiplier",)}),
-    Architecture("gpt2", "gpt2", _GPT2, _WORDS | {"transformer.wpe": "position_embd"}, layers="h", whole="heads",
+    Architecture("gpt2", "gpt2", outer=_WORDS | {"transformer.wpe": "position_embd"}, layers="h", whole="heads",
                  unrotated=True, only=_GPT2_ONLY | {"scale_attn_by_inverse_layer_idx": (False,)}, dense_width="n_inner",
                  epsilon="layer_norm_epsilon", fused="attn.c_attn", gelu="activation_function"),
-    Architecture("gptneox", "gpt_neox", _FOURFOLD | NORMS | {"attention.dense": "attn_output"}, {
+    Architecture("gptneox", "gpt_neox", outer={
                  "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output"},
                  only=_UNTIED | {"hidden_act": _GELU_OF_EITHER_KIND, "attention_bias": (True,)}, partial=True,
                  whole="heads", flags={"use_parallel_residual": "use_parallel_residual"}, gelu="hidden_act",
                  epsilon="layer_norm_epsilon", fused="attention.query_key_value", grouped=True),
-    Architecture("falcon", "falcon", _BLOOM | {"input_layernorm": "attn_norm", "ln_mlp": "attn_norm",
-                 "ln_attn": "attn_norm_2"}, {"transformer.word_embeddings": "token_embd",
+    Architecture("falcon", "falcon", outer={"transformer.word_embeddings": "token_embd",
                  "transformer.ln_f": "output_norm", "lm_head": "output"}, layers="h",
                  biases=frozenset({"input_layernorm", "ln_mlp", "ln_attn", "transformer.ln_f"}), only={
                  "alibi": (False,), "bias": (False,), "parallel_attn": (True,), "activation": _GELU_OF_EITHER_KIND},
                  whole="heads", dense_width="ffn_hidden_size", epsilon="layer_norm_epsilon", gelu="activation",
                  fused="self_attention.query_key_value", grouped=True),
-    Architecture("bloom", "bloom", _BLOOM | NORMS, {"transformer.word_embeddings": "token_embd",
+    Architecture("bloom", "bloom", outer={"transformer.word_embeddings": "token_embd",
                  "transformer.word_embeddings_layernorm": "token_embd_norm", "transformer.ln_f": "output_norm",
                  "lm_head": "output"}, layers="h", whole="heads",
                  unrotated=True, only={"apply_residual_connection_post_layernorm": (False,)}, context="seq_length",
                  epsilon="layer_norm_epsilon", gelu="tanh", fused="self_attention.query_key_value", grouped=True),
-    Architecture("mpt", "mpt", QKV | {"norm_1": "attn_norm", "norm_2": "ffn_norm", "attn.out_proj": "attn_output",
-                 "ffn.up_proj": "ffn_up", "ffn.down_proj": "ffn_down"}, {"transformer.wte": "token_embd",
+    Architecture("mpt", "mpt", outer={"transformer.wte": "token_embd",
                  "transformer.norm_f": "output_norm", "lm_head": "output"}, layers="blocks", whole="heads",
                  unrotated=True, biases=_NONE, only={"attn_config.softmax_scale": (None,)}, context="max_seq_len",
                  values={"attention.clamp_kqv": "attn_config.clip_qkv"}, absent={"attention.clamp_kqv": None},
                  constants={ALIBI: 8.0}, epsilon="layer_norm_epsilon", gelu="erf", fused="attn.Wqkv"),
-    Architecture("starcoder", "gpt_bigcode", _GPT2, _WORDS | {"transformer.wpe": "position_embd"}, layers="h",
+    Architecture("starcoder", "gpt_bigcode", outer=_WORDS | {"transformer.wpe": "position_embd"}, layers="h",
                  whole="heads", unrotated=True, only=_GPT2_ONLY, dense_width="n_inner", epsilon="layer_norm_epsilon",
                  fused="attn.c_attn", grouped=True, gelu="activation_function"),
-    *(Architecture("bert", each, BERT, BERT_OUTER | RANK, whole="heads", unrotated=True, only=_ENCODES, encodes=True,
+    *(Architecture("bert", each, outer=BERT_OUTER | RANK, whole="heads", unrotated=True, only=_ENCODES, encodes=True,
                    epsilon="layer_norm_epsilon", layers="encoder.layer", constants={"attention.causal": False},
                    gelu="hidden_act")
       for each in ("bert", "roberta", "xlm-roberta", "camembert")),
-    Architecture("bert", "distilbert", DISTILBERT, {key: BERT_OUTER[key] for key in BERT_OUTER if "types" not in
+    Architecture("bert", "distilbert", outer={key: BERT_OUTER[key] for key in BERT_OUTER if "types" not in
                  BERT_OUTER[key]}, whole="heads", unrotated=True, only={"activation": ("gelu",)}, encodes=True,
                  epsilon="layer_norm_epsilon", layers="transformer.layer", constants={"attention.causal": False,
                  "attention.layer_norm_epsilon": 1e-12}, gelu="activation"),
-    Architecture("nomic-bert", "nomic_bert", NOMIC, {"emb_ln": "token_embd_norm"} | {key: BERT_OUTER[key] for key in
+    Architecture("nomic-bert", "nomic_bert", outer={"emb_ln": "token_embd_norm"} | {key: BERT_OUTER[key] for key in
                  BERT_OUTER if "Layer" not in key and "position" not in key}, whole="heads", only=_SILU, encodes=True,
                  biases=frozenset({"norm1", "norm2", "emb_ln"}), epsilon="layer_norm_epsilon", layers="encoder.layers",
                  constants={"attention.causal": False}, fused="attn.Wqkv"),
     Architecture("eurobert", "eurobert", outer={"embed_tokens": "token_embd", "norm": "output_norm"}, biases=_NONE,
                  whole="heads", only=_SILU, encodes=True, constants={"attention.causal": False}),
-    Architecture("gemma-embedding", "gemma3_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS, {
+    Architecture("gemma-embedding", "gemma3_text", outer={
                  "embed_tokens": "token_embd", "norm": "output_norm", DENSE[0]: "dense_2", DENSE[1]: "dense_3"},
                  norm_offset=1, biases=_NONE, window="any", pattern=6, encodes=True,
                  only=_GELU | {"use_bidirectional_attention": (True,), "attn_logit_softcapping": (None,)},
                  constants={"attention.causal": False}),
-    Architecture("modern-bert", "modernbert", MODERNBERT, {"embeddings.tok_embeddings": "token_embd",
+    Architecture("modern-bert", "modernbert", outer={"embeddings.tok_embeddings": "token_embd",
                  "embeddings.norm": "token_embd_norm", "final_norm": "output_norm"}, whole="heads", encodes=True,
                  only={"hidden_activation": ("gelu",)}, biases=_NONE, window="some",
                  epsilon="layer_norm_epsilon", constants={"attention.causal": False},
@@ -1111,10 +840,10 @@ OTHERWISE = {
 EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}
 """Keys of config.json that say how many experts the mixtures here have."""
 
-_DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)
+_DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 DIFFERENT = (
     *(Architecture("deci", each, neighbours=True, only=_SILU, differs=True, table=True) for each in _DECI),
-    Architecture("openelm", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
+    Architecture("openelm", "qwen3", only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  differs=True),
 )  # fmt: skip
 """Architectures whose blocks may differ."""

@@ -80,6 +80,8 @@ _YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | dict.fromkeys(
 )
 """Settings of YaRN that may be stated → the value that llama.cpp has; None: any."""
 _YARN_KEYS = {"rope_type", "type", "rope_theta", "factor", "max_position_embeddings", _ORIGINAL, *_YARN}
+EPSILONS = ("layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+"""Keys of config.json with the epsilon of norms, of which classes have one or another."""
 _CONTEXT = 2048
 """Tokens of a text where config.json does not say it, as of many BLOOMs: positions that are no table have no end."""
 _STATES = 2**20
@@ -922,8 +924,7 @@ def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
 
 
 def _values(source: GgufSource, architecture: Architecture, context: int) -> dict[str, Any]:
-    names = ("layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
-    epsilon = next((value for name in names if (value := source.value(name)) is not None), 1e-5)
+    epsilon = next((value for name in EPSILONS if (value := source.value(name)) is not None), 1e-5)
     values = _counts(source, architecture) | {
         "block_count": len(source.blocks),
         "context_length": context,

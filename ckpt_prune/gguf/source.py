@@ -29,6 +29,7 @@ from ckpt_prune.gguf.architectures import (
     DIFFERENT,
     KEY,
     NORMED,
+    QKV,
     QUERY,
     SHARED_WIDTH,
     VALUE,
@@ -37,10 +38,11 @@ from ckpt_prune.gguf.architectures import (
 from ckpt_prune.gguf.encoders import CAUSAL_KEY, TOKEN_TYPES, describe_read, texts_of_pooling
 from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
-from ckpt_prune.gguf.layout import LONGROPE, llama3_divisors, longrope_scale
+from ckpt_prune.gguf.layout import EPSILONS, LONGROPE, llama3_divisors, longrope_scale
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
 from ckpt_prune.gguf.orders import (
     DeltaHeads,
+    Order,
     as_in_checkpoint,
     join_latent,
     order_of_halves,
@@ -102,16 +104,6 @@ _YARN = (
     "laguna",
 )
 """Architectures in which llama.cpp's YaRN was compared with transformers'."""
-_EPSILONS = {
-    "starcoder2": "norm_epsilon",
-    "cohere": "layer_norm_eps",
-    **dict.fromkeys(("stablelm", "cohere2_moe", "jais2", "phi", "gpt_neox"), "layer_norm_eps"),
-    **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
-    **dict.fromkeys(("nemotron_h", "gpt2", "falcon", "bloom", "mpt", "gpt_bigcode"), "layer_norm_epsilon"),
-    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), "layer_norm_epsilon"),
-    **dict.fromkeys(("bert", "nomic_bert"), "layer_norm_eps"),
-    "modernbert": "norm_eps",
-}
 
 
 def stock_of_gguf(path: Path) -> StockCheckpoint:
@@ -371,7 +363,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config[target] = _factor(keys, architecture, key)
     config |= {target: keys.flag(key, absent=False) for key, target in architecture.flags.items()}
     config |= {key: config[name] for key, name in architecture.same.items()}
-    epsilon = _EPSILONS.get(architecture.model_type, "rms_norm_eps")
+    usual = CONFIG_MAPPING[architecture.model_type]().to_dict()
+    epsilon = next((name for name in EPSILONS if usual.get(name) is not None), "rms_norm_eps")
     config[epsilon] = keys.decimal(f"attention.{architecture.epsilon}")
     if config.get("attention_multiplier", 1) is None:
         config["attention_multiplier"] = head_dim**-0.5
@@ -414,7 +407,6 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         neutral["expert_weights_norm"] = (config.get("norm_topk_prob"),)
         neutral["expert_feed_forward_length"] = (0, config["intermediate_size"])
     keys.check_others(MODEL_WITHOUT_EFFECT, {**MODEL_NEUTRAL, **neutral}, experts=architecture.experts)
-    usual = CONFIG_MAPPING[architecture.model_type]().to_dict()
     if architecture.fused and architecture.dense_width not in usual and config["intermediate_size"] != 4 * hidden:
         raise keys.refuse(
             "feed_forward_length",
@@ -866,8 +858,10 @@ def _tensors(
     base = "" if architecture.encodes else f"{architecture.embedding.rpartition('.')[0]}."
     layers = f"{base}{architecture.layers}"
     outer = {mapped: module for module, mapped in architecture.outer.items()}
-    # Where several modules may be a tensor, it is the one that the class has.
-    modules = sorted(architecture.block, key=lambda module: f"{layers}.0.{module}.weight" in names.shapes)
+    orders = order_of_halves(architecture)
+    if architecture.delta_heads:
+        orders += order_of_heads(architecture, _delta_heads(config))
+    modules = _modules(architecture, orders, layers, names)
     inner = {architecture.block[module]: module for module in modules}
     if architecture.joined and architecture.halves:
         inner["ffn_up"] = next(iter(architecture.halves)).removesuffix(".weight")
@@ -924,9 +918,6 @@ def _tensors(
     if architecture.name == "bert" and f"{TOKEN_TYPES}.weight" not in found.setdefault("", {}):
         shape = config["type_vocab_size"], config["hidden_size"]
         found[""][f"{TOKEN_TYPES}.weight"] = GgufWeight(shape, partial(torch.zeros, shape))
-    orders = order_of_halves(architecture)
-    if architecture.delta_heads:
-        orders += order_of_heads(architecture, _delta_heads(config))
     for start, block in found.items():
         try:
             stored = join_latent(as_in_checkpoint(block, orders))
@@ -935,6 +926,27 @@ def _tensors(
             raise UserError(
                 f"{file.path}: {start}{error} is not shaped as what belongs to it; download it again"
             ) from None
+
+
+def _modules(architecture: Architecture, orders: Sequence[Order], layers: str, names: Names) -> list[str]:
+    """Return what modules of a block may be called; of several for a tensor, that which the class has is the last."""
+    parts = {name for order in orders for name in order.parts}
+    apart = {f".{order.stored}" for order in orders} - {f".{name}" for name in parts}
+    stored = {re.sub(r"\.\d+(?=\.)", "", name.removeprefix(layers)) for name in names.shapes} - apart
+    made = {
+        *architecture.others,
+        *(QKV if architecture.joins else ()),
+        *(each.removesuffix(".weight") for each in parts),
+    }
+
+    def rank(module: str) -> tuple[bool, bool, bool]:
+        beside = f".{module.rpartition('.')[0]}."
+        is_stored = not stored.isdisjoint((f".{module}", f".{module}.weight"))
+        return is_stored, module in made, any(name.startswith(beside) for name in stored)
+
+    ranks = {module: rank(module) for module in architecture.block}
+    alone = {module for module, tensor in architecture.block.items() if tensor.endswith((".weight", ".bias"))}
+    return sorted((module for module in ranks if module not in alone or any(ranks[module][:2])), key=ranks.__getitem__)
 
 
 def _fused_rows(file: GgufFile, name: str, architecture: Architecture, config: Mapping[str, Any]) -> Tensor:

@@ -19,11 +19,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import (
     ARCHITECTURES,
-    OF_DECODER,
-    OF_ENCODER,
+    ENCODER_DECODER,
     SHORT_NAMES,
     TANH_GELU,
     Architecture,
+    named_by_gguf,
 )
 from ckpt_prune.gguf.contents import BLOCK, POOLING_KEY, CannotMapError, Layout, describe_filled
 from ckpt_prune.gguf.encoders import CAUSAL_KEY, pooling_of
@@ -40,7 +40,7 @@ _UNREAD = re.compile(r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_
 """Published files of the first T5 have it, and neither transformers nor llama.cpp reads it."""
 _NAME = re.compile(r"(?P<stack>encoder|decoder)\.block\.(?P<block>\d+)\.(?P<module>.+)\.weight")
 _IN_FILE = re.compile(r"(?P<stack>enc|dec)\.blk\.(?P<block>0|[1-9][0-9]{0,3})\.(?P<tensor>[a-z_]+)\.weight")
-_MODULES = {"encoder": OF_ENCODER, "decoder": OF_DECODER}
+_MODULES = {stack: named_by_gguf(ENCODER_DECODER, stack) for stack in SHORT_NAMES}
 _DISTANCE = 128
 """Tokens from which on llama.cpp takes all distances alike."""
 _CONTEXT = 512

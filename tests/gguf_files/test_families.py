@@ -233,7 +233,10 @@ FAMILIES = {
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     "arcee": ("arcee", {"hidden_act": "relu2"}),
-    "cohere2": ("cohere2", {"logit_scale": 0.5, "tie_word_embeddings": True, "sliding_window": 20}),
+    "cohere2": (
+        "cohere2",
+        {"logit_scale": 0.5, "tie_word_embeddings": True, "sliding_window": 20, "layer_norm_eps": 0.01},
+    ),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 6}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
