@@ -486,7 +486,7 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     spaces = load_family(model_type, variant).spaces
     kept = {name: {"whole": why} for name, why in part.keeps.items() if name in spaces}
     stated = {"model_type": model_type, "spaces": kept, "stand_ins": []}
-    taken = [key for key in (*FUNCTION_KEYS, "rotary") if key in description_keys(model_type) and key != "stand_ins"]
+    taken = [key for key in (*FUNCTION_KEYS, "rotary") if key in description_keys(model_type)]
     return {"extends": model_type, "inherits": taken, **stated}
 
 

@@ -1,6 +1,7 @@
 """Reads descriptions of families: one JSON file each (`families/*.json`), or one from outside the package."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -21,6 +22,8 @@ OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as in its file: outputs carry it to whoever opens them."""
 _DEPTHS = ("depths", "depth")
 """Config keys that list how many blocks each stage of a model of images has."""
+_FIRST_PART = r".+?(?=For[A-Z]|Model$)"
+"""Of the name of a class, what all classes of a family begin with: Roberta of RobertaForMaskedLM."""
 FUNCTION_KEYS = (
     "transposed",
     "spaces",
@@ -33,12 +36,11 @@ FUNCTION_KEYS = (
     "residual",
     "unrotatable",
     "refused",
-    "stand_ins",
     "variants",
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; a wrong value of
 these silently changes what is computed, so a file that extends another states each of them or inherits it by name."""
-UNINHERITED_KEYS = ("rotary", "no_rotary", "settings")
+UNINHERITED_KEYS = ("rotary", "no_rotary", "settings", "stand_ins", "heads_divide_hidden")
 """Keys of the same kind that a file lacks unless it states them or inherits them by name."""
 
 
@@ -71,7 +73,9 @@ def refuse_unsupported(model_type: str) -> None:
 
 
 def _description(model_type: str) -> dict[str, Any]:
-    return _inherit(model_type, json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8")))
+    """Return the description of a known family; its file, named after it, says no config key of its own by default."""
+    stated = json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
+    return {"settings": [], **_inherit(model_type, {"model_type": model_type, **stated})}
 
 
 def description_keys(model_type: str) -> frozenset[str]:
@@ -89,7 +93,21 @@ def _inherit(model_type: str, stated: dict[str, Any]) -> dict[str, Any]:
     _check_inheritance(model_type, parent, inherited, stated, inherits)
     if "spaces" in stated and "spaces" not in inherits:
         inherited.pop("spaces", None)
+    before, now = (f"{values.get('base')}." for values in (inherited, inherited | stated))
+    inherited, classes = _rename(inherited, before, now), stated.get("architectures")
+    if parent is not None and isinstance(classes, str):
+        of_parent = inherited["architectures"].items()
+        stated["architectures"] = {re.sub(_FIRST_PART, classes, name, count=1): own for name, own in of_parent}
     return merge_descriptions(inherited, stated, "dimensions", "spaces")
+
+
+def _rename(value: Any, before: str, now: str) -> Any:
+    """Return what a file inherits, with the paths of the parent's base model as those of its own."""
+    if isinstance(value, dict):
+        return {key: _rename(own, before, now) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_rename(own, before, now) for own in value]
+    return now + value.removeprefix(before) if isinstance(value, str) and value.startswith(before) else value
 
 
 def _check_inheritance(

@@ -184,7 +184,7 @@ def test_rows_of_rotary_pairs_are_of_queries_then_of_keys(modules: list[str]) ->
         ({"model_type": "new"}, "new.json: architectures: write an object with one class of transformers at least"),
         (
             {"model_type": "new", "extends": "llama", "inherits": ["spaces"]},
-            "new.json extends llama and does not say whether rope, bias_slots, residual, stand_ins are the same: ",
+            "new.json extends llama and does not say whether rope, bias_slots, residual are the same: ",
         ),
         (described_as(model_type="new", block=None), "new.json: block: input should be a valid string"),
         (described_as(model_type="new", blocks="x"), "new.json: blocks: unknown key; did you mean 'block'?"),
