@@ -201,7 +201,8 @@ def shipped_composite(model_type: str) -> Composite:
         stacks: tuple[PartName, ...] = ("encoder", "decoder")
         parts: dict[PartName, Part] = {name: Part(auto=auto, modules={}, note=_STACK, stack=name) for name in stacks}
         return Composite(model_type=model_type, architecture=encoder_decoders()[model_type], auto=auto, parts=parts)
-    return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
+    stated = json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
+    return Composite.model_validate({"model_type": model_type, **stated})
 
 
 def all_parts(config: Mapping[str, Any]) -> tuple[PartName, ...]:
@@ -483,11 +484,18 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
         return part.described
     model_type = config["model_type"]
     variant = next((key for key in variants_of(model_type) if config.get(key)), None)
-    spaces = load_family(model_type, variant).spaces
-    kept = {name: {"whole": why} for name, why in part.keeps.items() if name in spaces}
+    family = load_family(model_type, variant)
+    kept = {name: {"whole": why} for name, why in {**_own_code_alone(family), **part.keeps}.items()}
     stated = {"model_type": model_type, "spaces": kept, "stand_ins": []}
     taken = [key for key in (*FUNCTION_KEYS, "rotary") if key in description_keys(model_type)]
     return {"extends": model_type, "inherits": taken, **stated}
+
+
+def _own_code_alone(family: "Family") -> dict[SpaceName, str]:
+    """Return spaces of a described family whose width own code alone can state, which parts have none of, and why."""
+    fixed = {name: space.fixed for name, space in family.consumers.items() if space.fixed is not None}
+    reasons = {name: why.format(model_type=family.model_type) for name, why in fixed.items()}
+    return reasons | dict.fromkeys(family.logits, "no stock class has queries and keys narrower than values")
 
 
 def _inner_name(part: Part, parameter: str) -> str | None:

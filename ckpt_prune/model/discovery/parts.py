@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.descriptions import count_stages, known_families, load_family
+from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.skeleton import RefusedConfigError, build_skeleton, parse_config
 
 _MAPPINGS = {
@@ -104,10 +104,9 @@ def _find_text(whole: nn.Module, config: Any) -> dict[str, Any]:
             modules = _find_modules(whole, build_skeleton(text, own))
         if modules:
             break
-    keeps = _fixed_spaces(text.model_type)
     note = f"{_ONLY_TEXT}; --data FILE calibrates it on both" if hasattr(config, "vision_config") else _ONLY_TEXT
     modules = modules or {_find_module(whole, text, "it holds no model of text with the config text_config"): ""}
-    return {"config": "text_config", "auto": auto, "modules": modules, "keeps": keeps, "note": note}
+    return {"config": "text_config", "auto": auto, "modules": modules, "note": note}
 
 
 def _find_tower(whole: nn.Module, config: Any) -> dict[str, Any]:
@@ -115,8 +114,7 @@ def _find_tower(whole: nn.Module, config: Any) -> dict[str, Any]:
     if config is None:
         raise UserError("its config.json has no vision_config")
     path = _find_module(whole, config, "it has no tower: what it makes of images goes into its text part at once")
-    keeps = _fixed_spaces(config.model_type)
-    return {"config": "vision_config", "auto": "AutoModel", "modules": {path: ""}, "keeps": keeps, "note": _OWN_IMAGES}
+    return {"config": "vision_config", "auto": "AutoModel", "modules": {path: ""}, "note": _OWN_IMAGES}
 
 
 def _find_module(whole: nn.Module, config: Any, otherwise: str) -> str:
@@ -129,14 +127,6 @@ def _find_module(whole: nn.Module, config: Any, otherwise: str) -> str:
     if others:
         raise UserError(f"{first} and {others[0]} have one config, and would have to keep as many units")
     return first
-
-
-def _fixed_spaces(model_type: str) -> dict[str, str]:
-    """Return spaces of a described family that own code alone states, which parts have none of, with the reason."""
-    if model_type not in known_families():
-        return {}
-    fixed = {name: space.fixed for name, space in load_family(model_type).consumers.items()}
-    return {name: why.format(model_type=model_type) for name, why in fixed.items() if why is not None}
 
 
 def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = ()) -> tuple[str, str]:
