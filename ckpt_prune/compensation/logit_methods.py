@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ckpt_prune.measure.moments.logits import LogitMoments
 
 
+_CHOOSE, _DIAGNOSE = map(imported_when_called, ("logit:choose_strength", "logit:diagnose_fit"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitMethod(MethodFacts):
     """One way to narrow queries and keys. Kept dimensions are (H, d') int64, strengths zero or more.
@@ -32,8 +35,8 @@ class LogitMethod(MethodFacts):
     """
 
     fit: Callable[[LogitMoments, LogitSystem, Tensor, float, Units], LogitFit]
-    choose: Callable[[Sequence[LogitMoments], Tensor, Sequence[float], Units], StrengthChoice]
-    diagnose: Callable[[LogitMoments, LogitSystem, LogitFit], LogitDiagnostics]
+    choose: Callable[[Sequence[LogitMoments], Tensor, Sequence[float], Units], StrengthChoice] = _CHOOSE
+    diagnose: Callable[[LogitMoments, LogitSystem, LogitFit], LogitDiagnostics] = _DIAGNOSE
     width_errors: Callable[[LogitMoments], Tensor] | None = None
     unknowns: Callable[[int, int], tuple[int, int]] = lambda dims, kept: (kept, kept)
 
@@ -46,8 +49,6 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             summary="keep the surviving rows of q and k as they are",
             source="no compensation",
             fit=imported_when_called("logit:keep_dimensions"),
-            choose=imported_when_called("logit:choose_strength"),
-            diagnose=imported_when_called("logit:diagnose_fit"),
         ),
         LogitMethod(
             name="logit",
@@ -55,8 +56,6 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             source="CORP eq. 14-16",
             uses_strength=True,
             fit=imported_when_called("logit:refit_logits"),
-            choose=imported_when_called("logit:choose_strength"),
-            diagnose=imported_when_called("logit:diagnose_fit"),
         ),
         LogitMethod(
             name="low-rank",

@@ -27,8 +27,7 @@ def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
     A module that transformers holds as several, equal parts of its rows, has several paths. Modules of experts have
     none in stock classes and are left out.
     """
-    paths = _module_paths(family.model_type, family.variant, family.architecture, family.outside)
-    return MappingProxyType({module: names for module, names in paths.items() if "{expert}" not in module})
+    return _module_paths(family.model_type, family.variant, family.architecture, family.outside)
 
 
 _FEW = (1, 4, None)
@@ -36,29 +35,31 @@ _FEW = (1, 4, None)
 
 
 @cache
-def _stock_kinds(
+def _module_paths(
     model_type: str, variant: str | None, architecture: str, outside: str | None
-) -> tuple[Names, MappingProxyType[str, int]]:
-    """Return the names of a stock model with few blocks, and linear module of the family → a block that has it.
-
-    Modules that no block of the class's own config has are left out, as those of experts are, which are in stacks.
-    """
+) -> MappingProxyType[str, tuple[str, ...]]:
     family = load_family(model_type, variant) if outside is None else parse_family(outside, variant)
     family = family.of(architecture)
-    modules = {module for module in family.linears if "{expert}" not in module}
-    modules |= {space.measured for space in family.expert_spaces.values()}
+    modules = [module for module in family.linears if "{expert}" not in module]
+    wanted = {*modules, *(space.measured for space in family.expert_spaces.values())}
     for few in _FEW:
         config = _stock_config(family, few)
         names = Names(build_skeleton(config, architecture))  # names do not depend on sizes
         block_of = {
             module: block
             for block in reversed(range(family.dimension(config, "layers")))
-            for module in modules
+            for module in wanted
             if names.parameters(family.tensor(block, module))
         }
-        if modules <= block_of.keys():
+        if wanted <= block_of.keys():
             break
-    return names, MappingProxyType(block_of)
+    paths: dict[str, tuple[str, ...]] = {}
+    for module in modules:
+        block = block_of.get(module, 0)  # no block of the class's own config has it
+        tensor, prefix = family.tensor(block, module), f"{family.layers}.{block}."
+        parameters = names.parameters(tensor) or (names.rename(tensor),)
+        paths[module] = tuple(path.removeprefix(prefix).removesuffix(".weight") for path in parameters)
+    return MappingProxyType(paths)
 
 
 def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":
@@ -76,22 +77,6 @@ def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":
             except UserError:  # published configs state it
                 set_key(config, keys[0], _ANY_SIZE)
     return config
-
-
-@cache
-def _module_paths(
-    model_type: str, variant: str | None, architecture: str, outside: str | None
-) -> MappingProxyType[str, tuple[str, ...]]:
-    family = load_family(model_type, variant) if outside is None else parse_family(outside, variant)
-    family = family.of(architecture)
-    names, blocks = _stock_kinds(model_type, variant, architecture, outside)
-    paths: dict[str, tuple[str, ...]] = {}
-    for module in family.linears:
-        block = blocks.get(module, 0)
-        tensor, prefix = family.tensor(block, module), f"{family.layers}.{block}."
-        parameters = names.parameters(tensor) or (names.rename(tensor),)
-        paths[module] = tuple(path.removeprefix(prefix).removesuffix(".weight") for path in parameters)
-    return MappingProxyType(paths)
 
 
 def block_facts(family: Family, dimension: Dimension) -> "Blocks":

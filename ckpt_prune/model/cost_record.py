@@ -32,7 +32,7 @@ class Cost(FixedRecord):
     cache: Count | None = None
 
 
-class WholeSize(FixedRecord):
+class WholeSize(Cost):
     """Size of a model of which parts are pruned one by one.
 
     As `Cost`, but `flops` is None if samples are of two kinds.
@@ -40,11 +40,7 @@ class WholeSize(FixedRecord):
 
     optional = frozenset({"flops", "tokens", "cache"})
 
-    parameters: Annotated[int, Field(ge=1, le=2**63)]
-    bytes: Annotated[int, Field(ge=1, le=2**63)]
-    flops: Annotated[int, Field(ge=1, le=2**100)] | None = None
-    tokens: Count | None = None
-    cache: Count | None = None
+    flops: Annotated[int, Field(ge=1, le=2**100)] | None = None  # type: ignore[assignment]
 
 
 class WholeSizes(FixedRecord):

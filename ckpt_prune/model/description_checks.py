@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -297,11 +298,7 @@ def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) ->
 
     Rows of a fused projection need not be filled: some of them are of another space.
     """
-
-    def dimension(each: str) -> int:
-        return family.dimension(parsed, each)
-
-    space = family.spaces[name]
+    space, dimension = family.spaces[name], partial(family.dimension, parsed)
     count = space.site_units(dimension)
     attention = family.attention
     fused = set(attention.modules) if len(attention.modules) < 4 else set()
@@ -322,11 +319,7 @@ def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) ->
 
 def _check_stated(family: Family, name: SpaceName, parsed: Any) -> None:
     """Check that the config states the units of a space under its keys."""
-
-    def dimension(each: str) -> int:
-        return family.dimension(parsed, each)
-
-    space = family.spaces[name]
+    space, dimension = family.spaces[name], partial(family.dimension, parsed)
     units = space.count(dimension)
     for key in space.config if units > 1 else ():
         if family.read_key(parsed, key) is None and space.units in family.derived:
@@ -343,11 +336,7 @@ def _check_widths(
     family: Family, name: SpaceName, config: dict[str, Any], parsed: Any, sizes: Shapes, whole: Family
 ) -> None:
     """Check that one unit fewer by the space's config keys gives the shapes that its incidences give."""
-
-    def dimension(each: str) -> int:
-        return family.dimension(parsed, each)
-
-    space = family.spaces[name]
+    space, dimension = family.spaces[name], partial(family.dimension, parsed)
     units = space.count(dimension)
     if units < 2:
         return

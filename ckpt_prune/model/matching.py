@@ -82,7 +82,8 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     (`Names.ignores`) are left out, and tied tensors are read as the class loads them. The config states widths.
     """
     experts, checkpoint = family.experts, with_stated_widths(checkpoint, family)
-    checkpoint = apply_family_ties(checkpoint.ignore(_list_ignored(checkpoint, family)), family)
+    checkpoint = checkpoint.ignore(_list_ignored(checkpoint, family))
+    checkpoint = apply_ties(checkpoint, _ties(checkpoint, family))
     if not family.transposed and experts is None:
         return checkpoint
     block = re.escape(family.block).replace(re.escape("{block}"), r"\d+")
@@ -117,12 +118,8 @@ def match_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, Family]:
     return orient_checkpoint(checkpoint, family), with_spaces
 
 
-def apply_family_ties(checkpoint: Checkpoint, family: Family) -> Checkpoint:
-    """Return the checkpoint with tied tensors as its family's class loads them."""
-    return apply_ties(checkpoint, _ties(checkpoint, family))
-
-
 def _ties(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
+    """Return tied tensors as its family's class loads them."""
     if checkpoint.config.get("auto_map") or not checkpoint.by_class:
         return tied_by_description(checkpoint, family)
     names = _stock_names(checkpoint, family)

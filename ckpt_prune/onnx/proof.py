@@ -572,6 +572,12 @@ class GraphProof:
         most = max(map(_relative_error, cases))
         return True, f"{len(cases)} {what} within {tolerance:g}: at most {most:.1e} of the largest output"
 
+    def _conclude_generation(self, cases: list[Case], what: str) -> tuple[bool, str]:
+        """Conclude, and say how many of the generated tokens are the same."""
+        passed, detail = self._conclude(cases, what)
+        same = [case.agreement for case in cases if case.agreement is not None]
+        return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+
 
 class _KnownLogits:
     """A language model that has read a window, and reads no other: its logits for it are known, (1, T, vocabulary)."""
@@ -742,11 +748,9 @@ class TextProof(GraphProof):
             for each in compared:
                 each.tokens = length + steps
             cases += compared
-        passed, detail = self._conclude(cases, "texts")
         if self._continued is not None:
             self._compare_continuation(*self._continued)
-        same = [case.agreement for case in cases if case.agreement is not None]
-        return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+        return self._conclude_generation(cases, "texts")
 
     def _count_steps(self, prompt: TextCase) -> int:
         """Return how many tokens are generated after a prompt; the last is chosen, not read."""
@@ -920,9 +924,7 @@ class PairProof(GraphProof):
             if not isinstance(given, str):
                 expected = {"logits": expected["logits"][:, : given["logits"].shape[1]]}
             cases += self._compare(given, expected, padding=went_on.padding, keep=went_on.targets, cache="steps")
-        passed, detail = self._conclude(cases, "targets")
-        same = [case.agreement for case in cases if case.agreement is not None]
-        return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+        return self._conclude_generation(cases, "targets")
 
 
 def _find_worst(layers: Sequence[Case], name: str) -> Case:

@@ -50,6 +50,8 @@ class StageKeys(Strict):
         trains: True if it trains on samples, beside any statistics.
         does, by_itself: of a stage that changes the model, what it does, and the command that does nothing else.
         writes: names beside the checkpoint that the output may have because of it.
+        unplannable: what a recipe with it does that no plan can say, as the end of a refusal; "" if a plan can say it.
+        asks: what its output asks of a runtime, whatever its keys say.
     """
 
     key: ClassVar[str]
@@ -67,6 +69,8 @@ class StageKeys(Strict):
     does: ClassVar[str] = ""
     by_itself: ClassVar[str] = ""
     writes: ClassVar[tuple[str, ...]] = ()
+    unplannable: ClassVar[str] = ""
+    asks: ClassVar[frozenset[Change]] = frozenset()
 
     @classmethod
     def expand(cls, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +118,8 @@ class StageKeys(Strict):
 
     def check_plannable(self, recipe: "Recipe") -> None:
         """Refuse, with UserError, to plan what a plan cannot say."""
+        if self.unplannable:
+            raise UserError(f"recipe {recipe.name} {self.unplannable}")
 
     @property
     def beside_plan(self) -> str | None:
@@ -129,7 +135,7 @@ class StageKeys(Strict):
 
     def changes(self, recipe: "Recipe", spaces: Set[str]) -> Set[Change]:
         """Return what its output asks of a runtime; `spaces` are those that the recipe prunes in this model."""
-        return set()
+        return self.asks
 
     @property
     def column_group(self) -> int:

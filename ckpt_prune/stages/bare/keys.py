@@ -1,13 +1,11 @@
 """The keys of `bare`: blocks lose their attention and a part of their MLP, and are trained to do without (DC-ViT)."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field, field_validator
 
 from ckpt_prune.common.block_range import checked_blocks
-from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.runtimes import Change
 from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
@@ -19,12 +17,14 @@ class Bare(StageKeys):
 
     key = "bare"
     summary = "Blocks that lose their attention and a part of their MLP, and are trained to do without (DC-ViT)."
+    asks = frozenset({"attention", "widths"})
     goal = "vision"
     changes_model = True
     trains = True
     doing = "written"
     does = "takes the attention out of blocks"
     by_itself = "`ckpt-prune prune --recipe dc-vit`"
+    unplannable = "trains what it leaves, on images: use `ckpt-prune prune --images`"
     excludes: ClassVar[Mapping[str, str]] = {
         other: f"bare trains the model that it leaves: {other} does not go with it" for other in _OTHERS
     }
@@ -66,12 +66,6 @@ class Bare(StageKeys):
             raise ValueError("bare saves FLOPs: say --target-flops, or --ratio for the share that goes")
         if recipe.layers is not None:
             raise ValueError("layers is for spaces: say bare.blocks")
-
-    def check_plannable(self, recipe: Recipe) -> None:
-        raise UserError(f"recipe {recipe.name} trains what it leaves, on images: use `ckpt-prune prune --images`")
-
-    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
-        return {"attention", "widths"}
 
     def needs_moments(self, recipe: Recipe) -> bool:
         return True

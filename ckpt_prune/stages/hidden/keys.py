@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
 from ckpt_prune.recipe.names import SlicingKind, SlicingSignal
@@ -22,6 +21,10 @@ class Hidden(StageKeys):
     changes_model = True
     does = "narrows the residual stream"
     by_itself = "`ckpt-prune prune --recipe slicegpt-shared --set hidden.drop=N`"
+    unplannable = (
+        "narrows the residual stream, which a plan does not cover: `ckpt-prune prune --dry-run` shows its width and "
+        "size"
+    )
     excludes: ClassVar[Mapping[str, str]] = {
         "mask": "hidden turns the residual stream into another basis: for a mask as well, prune twice, the mask last, "
         "or first where the output needs code of its own (kind: per-block)",
@@ -101,12 +104,6 @@ class Hidden(StageKeys):
                 "hidden.drop: auto weighs dimensions by what they do to the model's output, as the widths must be: say "
                 "allocation: least-error, without weigh_by"
             )
-
-    def check_plannable(self, recipe: Recipe) -> None:
-        raise UserError(
-            f"recipe {recipe.name} narrows the residual stream, which a plan does not cover: `ckpt-prune prune "
-            "--dry-run` shows its width and size"
-        )
 
     def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
         return {"slicing"} if self.kind == "per-block" else set()

@@ -1,14 +1,12 @@
 """The keys of `low_rank`: two thin linear modules in the place of each (SVD-LLM)."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from math import lcm
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.model.runtimes import Change
 from ckpt_prune.options.training import Part
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
@@ -18,8 +16,12 @@ class LowRank(StageKeys):
 
     key = "low_rank"
     goal = "low-rank"
+    asks = frozenset({"low rank"})
     doing = "factored"
     summary = "Two thin linears in the place of each, instead of spaces or a mask."
+    unplannable = (
+        "factors linears, which a plan does not list: `ckpt-prune prune` applies it, with --dry-run to see sizes"
+    )
     excludes: ClassVar[Mapping[str, str]] = {
         "spaces": "low_rank factors linears of the dense model: spaces does not go with it",
         "recovery": "low_rank factors linears of the dense model: recovery does not go with it",
@@ -58,15 +60,6 @@ class LowRank(StageKeys):
             raise ValueError(f"low_rank needs remote code, which container {recipe.container} rules out")
         if recipe.ratio == 0:
             raise ValueError("low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes")
-
-    def check_plannable(self, recipe: Recipe) -> None:
-        raise UserError(
-            f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
-            "--dry-run to see sizes"
-        )
-
-    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
-        return {"low rank"}
 
     def in_multiples_of(self, unit: int) -> Self:
         return self.model_copy(update={"multiple_of": lcm(self.multiple_of, unit)})

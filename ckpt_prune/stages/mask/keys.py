@@ -1,6 +1,6 @@
 """The keys of `mask`: zeros in the weights of every block. Shapes stay as they are."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.zero_patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.model.runtimes import Change
 from ckpt_prune.options.training import Part
 from ckpt_prune.recipe.names import Backbone
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
@@ -23,8 +22,10 @@ class Mask(StageKeys):
 
     key = "mask"
     goal = "zeros"
+    asks = frozenset({"zeros"})
     doing = "masked"
     summary = "Zeros in the weights of every block, instead of spaces."
+    unplannable = "zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
     excludes: ClassVar[Mapping[str, str]] = {
         "spaces": "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune "
         "twice, the mask last",
@@ -154,14 +155,6 @@ class Mask(StageKeys):
             raise ValueError("container padded is for spaces: a mask leaves every shape as it is")
         if "ratio" not in recipe.model_fields_set:
             raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
-
-    def check_plannable(self, recipe: Recipe) -> None:
-        raise UserError(
-            f"recipe {recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
-        )
-
-    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
-        return {"zeros"}
 
     def needs_moments(self, recipe: Recipe) -> bool:
         return self.reads_inputs or self.allocation in ("owl", "divergence")

@@ -1,12 +1,11 @@
 """The keys of `quantize`: weights of few bits. The command `quantize` runs it alone."""
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from ckpt_prune.model.runtimes import Change
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.stages.quantize.scheme import GROUPS, Format, PackingScheme, Rounding
 
@@ -16,6 +15,7 @@ class Quantize(StageKeys):
 
     key = "quantize"
     summary = "Store the linear weights of the blocks in 8 or 4 bits."
+    asks = frozenset({"few bits"})
     prunes = False
     later: ClassVar[Mapping[str, Any]] = {"types": {}}
     doing = "quantised"
@@ -68,9 +68,6 @@ class Quantize(StageKeys):
             raise ValueError(
                 "runtimes of quantised weights run no code of our own: say widths: uniform, or leave out quantize"
             )
-
-    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
-        return {"few bits"}
 
     def needs_moments(self, recipe: Recipe) -> bool:
         return self.rounding == "gptq"

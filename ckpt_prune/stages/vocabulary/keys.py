@@ -44,6 +44,10 @@ class Vocabulary(StageKeys):
     key = "vocabulary"
     goal = "stock"
     summary = "Tokens that go from embedding, head and tokenizer."
+    unplannable = (
+        "makes the vocabulary smaller, which a plan does not cover: `ckpt-prune prune --dry-run` shows what stays and "
+        "what it costs"
+    )
     doing = "written"
     bar = "copying"
 
@@ -125,12 +129,6 @@ class Vocabulary(StageKeys):
 
     def needs_text(self, recipe: Recipe) -> bool:
         return True
-
-    def check_plannable(self, recipe: Recipe) -> None:
-        raise UserError(
-            f"recipe {recipe.name} makes the vocabulary smaller, which a plan does not cover: `ckpt-prune prune "
-            "--dry-run` shows what stays and what it costs"
-        )
 
 
 def vocabulary_changes(value: str | None) -> tuple[str, ...]:
