@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ckpt_prune.gguf.contents import POOLING_KEY, Layout
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.skeleton import base_model_of
+
+if TYPE_CHECKING:
+    from ckpt_prune.evaluation.embedder import Embedder
 
 _AS_POOLED = {"Transformer", "Pooling", "Normalize"}
 """Modules of sentence-transformers that leave an embedding in the direction that pooling gives it."""
@@ -115,7 +118,8 @@ def read_embeddings(
         names = [name for name, own in zip(names, cut, strict=True) for _ in own]
     elif not layout.architecture.encodes:  # llama.cpp keeps room for a token that would follow
         windows = windows[:, : int(layout.values["context_length"]) - 1]
-    vectors, ids = _make_vectors(folder, windows, short, trust=trust)
+    vectors, embedder = _make_vectors(folder, windows, short, trust=trust)
+    ids = windows.tolist() if embedder is None else embedder.split(short, windows.shape[1])
     if not short:
         names = [name for name in names for _ in range(windows.shape[1])]
     return TextEmbeddings(windows, names, ids, vectors, short)
@@ -124,11 +128,11 @@ def read_embeddings(
 @torch.inference_mode()
 def _make_vectors(
     folder: Path, windows: Tensor, short: Sequence[str], *, trust: bool
-) -> tuple[Tensor, list[list[int]]]:
-    """Return a checkpoint's embeddings of short texts, or its hidden states of windows, and the token ids of each."""
+) -> "tuple[Tensor, Embedder | None]":
+    """Return a checkpoint's embeddings of short texts, with what makes them, or its hidden states of windows."""
     model: Any = base_model_of(load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust))
     if not short:
         states = [model(input_ids=window[None]).last_hidden_state[0].float() for window in windows]
-        return torch.cat(states), windows.tolist()
-    embedder, most = open_embedder(model, folder, load_tokenizer(folder)), windows.shape[1]
-    return embedder.embed(short, most)[0], embedder.split(short, most)
+        return torch.cat(states), None
+    embedder = open_embedder(model, folder, load_tokenizer(folder))
+    return embedder.embed(short, windows.shape[1])[0], embedder

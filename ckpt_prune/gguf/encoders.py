@@ -54,7 +54,10 @@ def score_of(outer: Mapping[str, GgufWeight]) -> int:
         raise CannotMapError(f"a head gives one score of two texts there, and here {count}")
     types = outer.get(f"{TOKEN_TYPES}.weight")
     if types is not None and types.shape[0] > 1 and bool((rows := types.read().float()).ne(rows[0]).any()):
-        raise CannotMapError("all tokens have the first type there, and here those of the second text have another")
+        raise CannotMapError(
+            "every token has type 0 there, and here tokens of the second text have type 1, with a row of its own in "
+            f"{TOKEN_TYPES}"
+        )
     return int(PoolingType.RANK)
 
 

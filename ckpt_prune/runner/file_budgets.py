@@ -226,10 +226,14 @@ def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
     return {"format": "gguf", "dtype": chosen, **types, "rounding": "gptq"}
 
 
-def check_reach(limit: int, planner: FilePlanner, options: SampleOptions) -> None:
-    """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried."""
+def check_reach(limit: int, planner: FilePlanner, options: SampleOptions, kept_back: int = 0) -> None:
+    """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried.
+
+    Args:
+        kept_back: bytes of it that stay free, besides `HEAD` where columns go.
+    """
     pruned, rows = _without_losses(planner, options)
-    budget, least = replace(pruned, columns={}), pruned.least
+    budget, least = replace(pruned, columns={}), pruned.least + kept_back + (HEAD if pruned.columns else 0)
     fewest = least
     if rows < 1:
         for share, sign in ((Fraction(1), -1), (rows, 1)):
@@ -240,5 +244,5 @@ def check_reach(limit: int, planner: FilePlanner, options: SampleOptions) -> Non
         fewer += "" if fewest == least else f", with {SHARES[-1]} % of its tokens {decimal_bytes(fewest)}"
         raise UserError(
             f"--target-bytes: {decimal_bytes(limit)} are out of reach: the coarsest types make a file of "
-            f"{decimal_bytes(budget.least)} of {planner.model.checkpoint.name}{fewer}; ask for more"
+            f"{decimal_bytes(budget.least + kept_back)} of {planner.model.checkpoint.name}{fewer}; ask for more"
         )

@@ -1,7 +1,8 @@
 """`prune --target-bytes … --for llama.cpp`: the size is that of a GGUF file, for which types and columns are chosen."""
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
@@ -11,13 +12,23 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.report import Loss
 from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.runner.publish import note_loss
+from ckpt_prune.runner.quality import count_samples
 from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.vocabulary.keys import Vocabulary
+from ckpt_prune.stages.vocabulary.records import unpack_rows
+
+if TYPE_CHECKING:
+    from ckpt_prune.evaluation.results import Result
 
 RUNTIME = "llama.cpp"
 _CARD = 1024
@@ -41,7 +52,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
             "leave out --dry-run, which measures nothing" if options.dry_run else "give --text FILE to measure it on"
         )
         raise UserError(f"--target-bytes for {RUNTIME}: types and columns are chosen by what they lose: {remedy}")
-    require_gguf()
+    require_gguf(options.model)
     from ckpt_prune.gguf.file_plan import FilePlanner
     from ckpt_prune.runner.column_budgets import recipe_of
     from ckpt_prune.runner.file_budgets import FileBudgets, as_in_file, check_reach, export_of
@@ -50,7 +61,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     model = as_in_file(open_model(options.model, Opening.of(options)))
     planner = FilePlanner(model)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
-    check_reach(limit, planner, options)
+    check_reach(limit, planner, options, _CARD)
     check_output(
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=options.text
     )
@@ -72,3 +83,43 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         options.model_copy(update={"target_bytes": None, "runs_on": None}),
         replace(chosen, recipe=written, written=written),
     )
+
+
+def measure_file(file: Path, job: Job, options: PruneOptions) -> "Result":
+    """Measure the file of an output in llama.cpp beside the dense model, and note its loss in record and card.
+
+    That is on the texts of --evaluate; else on windows of --text that nothing was measured on.
+
+    Raises:
+        UserError: llama.cpp is not installed, or no text is left.
+    """
+    from ckpt_prune.evaluation.held_out import choose_held_out
+    from ckpt_prune.evaluation.quality import judge, lines_of
+    from ckpt_prune.evaluation.results import PlainResult
+    from ckpt_prune.gguf.embedding_score import TextEmbeddings, read_embeddings
+    from ckpt_prune.gguf.layout import lay_out
+    from ckpt_prune.gguf.score import TextPredictions, read_reference
+    from ckpt_prune.runner.file_budgets import as_in_file
+    from ckpt_prune.runner.vocabularies import parts_of_tokens
+
+    dense, tokens = as_in_file(job.source or job.model), job.recipe.get(Vocabulary)
+    kept = None if tokens is None else tokens.kept
+    data = options.model_copy(update={"text": options.evaluate}) if options.evaluate else options
+    used = () if options.evaluate else job.used if kept is None else None  # other tokens make other windows
+    held_out = choose_held_out(dense, data, used, count_samples(options, job), trust=job.trust)
+    assert isinstance(held_out.samples, TokenWindows)
+    folder, windows = dense.checkpoint.whole, held_out.samples.windows
+    reference: TextPredictions | TextEmbeddings
+    if dense.family.gives_logits:
+        reference, of = read_reference(folder, windows, trust=job.trust), "perplexity"
+    else:
+        reference, of = read_embeddings(folder, windows, lay_out(dense), trust=job.trust), "cosine of the embeddings"
+    score = reference.score(file, None if kept is None else parts_of_tokens(dense, unpack_rows(kept)))
+    figures: dict[str, Any] = {"after": score.top1}
+    if score.perplexity is not None:
+        figures = {"before": reference.perplexity, "after": score.perplexity, "kl": score.kl, "agreement": score.top1}
+    words = f"{held_out.words}, of {file.name} ({decimal_bytes(score.bytes)}) in {RUNTIME}"
+    loss = judge(Loss(of=of, **figures, data=words, against=dense.checkpoint.name))
+    note_loss(file.parent, loss)
+    beside = f"the weights in safetensors beside it are those before rounding: {RUNTIME} does without them"
+    return PlainResult(loss.model_dump(), [*lines_of(loss), beside])

@@ -24,7 +24,7 @@ from ckpt_prune.recipe.sizes import small_share_line
 from ckpt_prune.runner.checks import check_pairs, check_training
 from ckpt_prune.runner.estimate import Estimate, estimate_prune
 from ckpt_prune.runner.fewer_bits import fewer_bits_line
-from ckpt_prune.runner.file_target import choose_for_file, is_for_file
+from ckpt_prune.runner.file_target import choose_for_file, is_for_file, measure_file
 from ckpt_prune.runner.follow import afterwork_of
 from ckpt_prune.runner.latency import time_output, with_latencies
 from ckpt_prune.runner.messages import extreme_line, messages, unmeasured_lines
@@ -196,7 +196,8 @@ def prune_model(
         check_needed_pairs(options, chosen)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
-    if is_for_file(options):
+    of_file = is_for_file(options)
+    if of_file:
         options, chosen = choose_for_file(options, chosen, say)
     job = _read(options, chosen, say, goes_on=goes_on)
     start = check_job(job, needs_data=not options.dry_run)
@@ -241,7 +242,7 @@ def prune_model(
     # 4. Measure it beside the dense model, and push it. An earlier run that did everything has measured, too.
     if is_measured(options, report.loss):
         notify(pruned, "evaluation")
-        pruned = process_group().alone(lambda: _measure(options, pruned, job))
+        pruned = process_group().alone(lambda: _measure(options, pruned, job, of_file=of_file))
     if options.push is not None and pruned.passed:
         notify(pruned, "pushed")
         pruned = process_group().alone(lambda: _push(options, pruned))
@@ -297,12 +298,15 @@ def _add_exported(pruned: Pruned, done: Done, say: Notices, tell: Tell) -> Prune
     return pruned if followed is None else replace(pruned, graph=followed.result)
 
 
-def _measure(options: PruneOptions, pruned: Pruned, job: Job) -> Pruned:
-    """Measure the output and the dense model on held-out data."""
+def _measure(options: PruneOptions, pruned: Pruned, job: Job, *, of_file: bool) -> Pruned:
+    """Measure the output, or its file if that is what a size was asked for, and the dense model on held-out data."""
     say = Notices()
     try:
         reference = pruned.dense or options.model
-        results = measure_quality(pruned.path, job, options, say, reference, whole=pruned.dense)
+        if of_file and pruned.graph is not None:
+            results = [measure_file(pruned.graph.path, job, options)]
+        else:
+            results = measure_quality(pruned.path, job, options, say, reference, whole=pruned.dense)
     except UserError as error:
         again = f"`ckpt-prune evaluate {pruned.path} --against {reference}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error

@@ -18,5 +18,5 @@ def test_a_ratio_that_drops_no_group_says_so(place):
     assert heads(ok(*DRY, "--ratio", "0.3")) == NONE
     assert heads(ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "out")) == NONE
     by_effect = ("--ratio", "0.3", "--text", "calib.txt", "--samples", "8", "--window", "16", "--dry-run")
-    assert heads(ok("prune", "dense", *by_effect, "-o", "other")) == NONE  # others of its spaces lose units
+    assert heads(ok("prune", "dense", *by_effect, "-o", "other")) == []  # its ratio says a size alone
     assert heads(ok("inspect", "dense", "--ratio", "0.3,0.5,0.7")) == [*NONE, FEWER]

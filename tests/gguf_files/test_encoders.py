@@ -17,6 +17,7 @@ from transformers import (
 import ckpt_prune
 from ckpt_prune.checkpoint.sentence_modules import read_modules
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.gguf.architectures import ARCHITECTURES
 from ckpt_prune.gguf.encoders import pooling_of
 from ckpt_prune.gguf.export import export_gguf, validate_gguf
@@ -172,7 +173,7 @@ def test_pruned_heads_and_columns_are_filled_up(tmp_path):
     ("auto", "changes", "says"),
     [
         (AutoModelForTokenClassification, {}, "BertForTokenClassification answers by a head, and GGUF files are"),
-        (RERANKER, {"num_labels": 1}, "all tokens have the first type there, and here those of the second text have"),
+        (RERANKER, {"num_labels": 1}, "every token has type 0 there, and here tokens of the second text have type 1,"),
         (RERANKER, {"num_labels": 3, "type_vocab_size": 1}, "a head gives one score of two texts there, and here 3"),
         (AutoModel, {"hidden_act": "relu"}, "'gelu_new' or 'gelu_fast' or 'gelu', and config.json has 'relu'"),
     ],
@@ -212,21 +213,31 @@ def test_a_size_is_kept_to_and_its_loss_is_that_of_the_embeddings(pools, target,
     tokenizer, model = load_stored_tokenizer(folder), AutoModel.from_pretrained(folder)
     windows = torch.tensor(tokenizer(TEXT[::-1], add_special_tokens=False)["input_ids"])[:96].view(2, 48)
     texts = tokenizer.batch_decode(windows.view(-1, 24), skip_special_tokens=True) if pools else []
+
+    def compare(file, ids):
+        answer = run_llama_cpp(LlamaCppTask(model=str(file), context=64, windows=ids, states=not pools, pooled=pools))
+        with torch.no_grad():
+            states = [model(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids]
+        theirs = torch.stack([each[0] for each in states] if pools else states).double()
+        ours = torch.from_numpy(answer.pooled if pools else answer.states).double()
+        return float(torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).mean())
+
     ids = tokenizer(texts, truncation=True, max_length=48)["input_ids"] if pools else windows.tolist()
-    answer = run_llama_cpp(LlamaCppTask(model=str(file), context=64, windows=ids, states=not pools, pooled=pools))
-    with torch.no_grad():
-        states = [model(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids]
-    theirs = torch.stack([each[0] for each in states] if pools else states).double()
-    ours = torch.from_numpy(answer.pooled if pools else answer.states).double()
-    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).mean()
-    assert best["kl"] == pytest.approx(2 * (1 - float(cosine)), rel=1e-3)
-    data = ["--text", tmp_path / "text.txt", "--samples", 8, "--window", 48, "--evaluate-samples", 0]
-    if not pools:  # `prune` makes it at once
+    assert best["kl"] == pytest.approx(2 * (1 - compare(file, ids)), rel=1e-3)
+    if not pools:  # `prune` makes it at once, and measures the file, not the weights beside it
+        data = ["--text", tmp_path / "text.txt", "--samples", 8, "--window", 48, "--choose", "first"]
+        data += ["--evaluate", tmp_path / "held_out.txt", "--evaluate-samples", 2]
         code, output = run("prune", folder, *data, *target, "--for", "llama.cpp", "-o", tmp_path / "small")
         assert code == 0, output
         assert "predicted loss of the hidden states' energy" in output
+        assert not re.search("takes nothing away|nothing of any space", output)
         (made,) = (tmp_path / "small").glob("*.gguf")
         assert made.stat().st_size <= best["bytes"] + 1024
+        loss = json.loads((tmp_path / "small" / "ckpt_prune.json").read_text())["loss"]
+        ends = tokenizer.cls_token_id, tokenizer.sep_token_id
+        framed = [[ends[0], *each, ends[1]] for each in windows.flatten()[:92].view(2, 46).tolist()]
+        assert loss["after"] == pytest.approx(compare(made, framed), abs=1e-6)
+        assert loss["data"].endswith(f"of {made.name} ({decimal_bytes(made.stat().st_size)}) in llama.cpp")
         code, output = run(*make_command(tmp_path, "late", "--target-latency", "50%@128", samples=8, window=48))
         assert code == 2
         assert "model makes embeddings, and times in llama.cpp are of models that generate text: ask for a" in output

@@ -165,6 +165,11 @@ def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(p
     code, output = run(*command(place, "small", "--target-bytes", "8000"))
     assert code == 2
     assert output.startswith("Error: --target-bytes: 8 KB are out of reach: the coarsest types make a file of ")
+    # `prune` keeps more back, for what the card says: nothing is measured for a size that no file keeps to.
+    least = re.findall(r"([\d.]+ KB)", output)[-1].replace(" ", "")
+    size = ["--target-bytes", least, "--for", "llama.cpp", "-o", place / "small"]
+    code, output = run("prune", place / "model", "--text", place / "text.txt", *size)
+    assert (code, "KB are out of reach: the coarsest types make a file of " in output) == (2, True)
     assert not list(place.glob("small*"))
 
 

@@ -9,8 +9,8 @@ _RUINED, _RUINED_TOGETHER = 0.1, 0.25
 
 
 def nothing_goes(recipe: Recipe) -> str | None:
-    """Say that a stage takes nothing away at its ratio; None if other stages of the recipe change something."""
-    if sum(keys.changes_weights for keys in recipe.stages) > 1:
+    """Say that a stage takes nothing away at its ratio; None if other stages change or export something."""
+    if sum(keys.changes_weights for keys in recipe.stages) > 1 or any(keys.writes for keys in recipe.stages):
         return None
     return (
         "a ratio of 0 takes nothing away, and the output is the dense model again: say a larger --ratio, such "

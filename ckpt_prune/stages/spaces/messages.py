@@ -133,7 +133,7 @@ def size_lines(prepared: Prepared) -> Iterable[str]:
         settles_counts = prepared.plan is None and prepared.recipe.size is None
         yield from coarse_lines(prepared.model, prepared.recipe) if settles_counts else ()
         recipe = prepared.recipe.at(prepared.model.family)
-        if settles_counts and recipe.spaces and not _some_go(prepared.model, recipe):
+        if settles_counts and any(map(recipe.ratio_of, recipe.spaces)) and not _some_go(prepared.model, recipe):
             yield "so nothing of any space goes: ask for more, or for whole experts or blocks (recipes reap, depth)"
         return
     size = sized.recipe.size
@@ -162,16 +162,17 @@ def untouched_line(prepared: Prepared) -> str | None:
 def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     """Yield a line for every space whose units are too coarse for its ratio.
 
-    Where widths are found by effect, ratios only say a size: then if nothing of the space would go.
+    There are none where widths are found by effect, of which ratios only say a size, unless nothing would go.
     """
     recipe = recipe.at(model.family)
-    by_effect = recipe.allocation != "uniform" and _some_go(model, recipe)
+    if recipe.allocation != "uniform" and _some_go(model, recipe):
+        return
     for name, space in first_expert_spaces(recipe.spaces).items():
         multiple, counts = multiple_of(model, recipe, space), model.unit_counts(space)
         units = min(counts, default=0)  # the fewest are the coarsest
         by_ratio = units > 0 and recipe.spaces[space].keep is None
         mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple) if by_ratio else None
-        if mismatch is None or (by_effect and mismatch.dropped):
+        if mismatch is None:
             continue
         blocks = "each block" if max(counts) == units else "the narrowest block"
         in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
