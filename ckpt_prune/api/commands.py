@@ -146,7 +146,7 @@ def frontier(options: FrontierOptions) -> "Frontier":
         from ckpt_prune.runner.frontier.checkpoints import explore_checkpoints
 
         return explore_checkpoints(options)
-    require_gguf()
+    require_gguf(options.model)
     from ckpt_prune.runner.frontier.files import explore_frontier
 
     return explore_frontier(options)

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.rounding.codes import decode
 from ckpt_prune.sparsity.steps import find_steps
@@ -35,7 +36,7 @@ def check_rounding(kinds: Collection[Kind], *, weighted: bool) -> None:
 def require_ggml(done: str, otherwise: str = "") -> None:
     """Refuse what only ggml's own functions do, if they are not installed: `done` says what they would do."""
     if find_spec("libgguf") is None:
-        raise UserError(f"{done} by ggml, whose functions are not installed: pip install libgguf{otherwise}")
+        raise UserError(f"{done} by ggml, whose functions are not installed: {install('llamacpp')}{otherwise}")
 
 
 def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = None) -> Iterator[Array]:

@@ -38,8 +38,11 @@ def messages(prepared: Prepared) -> list[str]:
         figures = "all figures are" if part.stack is None else "sizes are of the whole model, other figures"
         lines.append(f"{figures} of the {within.part} part of this {composite.model_type}: {note}")
     lines += change_lines(prepared)
-    if prepared.container_known and prepared.output.container.note:
-        lines.append(prepared.output.container.note)
+    if prepared.container_known:
+        container = prepared.output.container
+        way = container.instead
+        instead = f"for a stock class instead: {way[0].lower()}{way[1:]}" if way else None
+        lines += filter(None, [container.note, instead])
     if model.checkpoint.ignored:
         lines.append(
             f"{ignored_words(model)}: they are left out, and the output's config.json no longer speaks of them"

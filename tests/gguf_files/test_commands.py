@@ -123,6 +123,19 @@ def test_without_llama_cpp_the_file_is_refused_with_the_command_that_installs_it
     code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--no-validate")
     assert code == 0, output
     assert "not compared with PyTorch" in output
+    # All that a command needs is named at once: of sentence encoders what makes their embeddings, too.
+    monkeypatch.setattr("ckpt_prune.gguf.find_spec", lambda _name: None)
+    shutil.copytree(model, tmp_path / "encoder")
+    (tmp_path / "encoder" / "modules.json").write_text("[]")
+    (tmp_path / "held_out.txt").write_text("Another text.")
+    size = ["--text", proving(model).text[0], "--target-bytes", "100KB", "-o", tmp_path / "out"]
+    for command, more in (["frontier"], ["--held-out", tmp_path / "held_out.txt"]), (["prune"], ["--for", "llama.cpp"]):
+        code, output = run(*command, tmp_path / "encoder", *size, *more)
+        assert (code, output.splitlines()[-1]) == (
+            2,
+            "Error: not installed: gguf, libgguf, xllamacpp, sentence_transformers: "
+            'pip install ".[llamacpp,embed]" in the checkout of ckpt-prune',
+        )
 
 
 def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ def test_rows_that_do_not_divide_get_other_types_and_a_line_says_so_before_work_
 
 def test_what_ggml_rounds_is_refused_before_work_where_it_is_not_installed(wide, tmp_path, monkeypatch):
     monkeypatch.setattr(rounding, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"q4_k, q6_k are rounded by ggml.*pip install libgguf"):
+    with pytest.raises(UserError, match=r"q4_k, q6_k are rounded by ggml.*pip install .\.\[llamacpp\]."):
         export_gguf(str(wide), tmp_path / "m.gguf", proving(wide), kind="q4_k_m", proof=False)
     assert not list(tmp_path.iterdir())
     assert export_gguf(str(wide), tmp_path / "m.gguf", proving(wide), kind="q4_0", proof=False).passed

@@ -34,11 +34,12 @@ class NothingFitsError(UserError):
 
     Attributes:
         reasons: why each candidate cannot.
+        advice: what to say instead.
     """
 
     def __init__(self, reasons: list[str], advice: str) -> None:
         super().__init__(f"no stock class fits: {'; '.join(dict.fromkeys(reasons))}. {advice}")
-        self.reasons = reasons
+        self.reasons, self.advice = reasons, advice
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,10 @@ def choose_container(
         requested = "auto"
     if requested == ANY and not uneven:
         try:
-            return choose_container(model, widths, biases, per_layer=per_layer)
-        except NothingFitsError:
-            return choose_container(model, widths, biases, requested=REMOTE, per_layer=per_layer)
+            return choose_container(model, widths, biases, per_layer=per_layer, own_code=False)
+        except NothingFitsError as error:
+            own = choose_container(model, widths, biases, requested=REMOTE, per_layer=per_layer)
+            return replace(own, instead=error.advice)
     if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()

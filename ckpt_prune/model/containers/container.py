@@ -35,6 +35,7 @@ class Container:
         note: a line for the user if the container is not the source's own.
         architecture: the stock class that it loads with, or that its remote class stands for.
         padded: spaces held at their dense width, with zeros for dropped units.
+        instead: what to say for a stock class, if there is code of its own only because none fits.
     """
 
     model_type: str
@@ -44,6 +45,7 @@ class Container:
     note: str | None = None
     architecture: str = ""
     padded: frozenset[SpaceName] = frozenset()
+    instead: str = ""
 
     @property
     def unfactored(self) -> "Container":

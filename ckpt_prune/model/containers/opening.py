@@ -100,7 +100,7 @@ def describe_unknown(config: dict[str, Any], *, spaceless: bool = False) -> dict
     from ckpt_prune.model.discovery.discover import discover
 
     discovery = discover(config, spaceless=spaceless)
-    say_once(discovery.line())
+    say_once(discovery.line(), of=f"spaces of {config['model_type']}")
     described = config | {OUTSIDE_KEY: discovery.description}
     # That keys state widths is proven on a small model, under the same config but for its sizes.
     why = "its description, which was found on a small model, does not hold for this config.json"

@@ -225,6 +225,7 @@ def test_the_note_says_why_code_is_carried(model_type, config, given, requested,
     assert container.note == (
         f"stored as {container.model_type} with remote code ({reason}): load with ckpt_prune.load or trust_remote_code"
     )
+    assert container.instead == ("Take another --ratio" if requested == "any" else "")
 
 
 def test_even_widths_stay_stock_though_uneven_ones_were_allowed():
