@@ -49,15 +49,17 @@ prove_in_runtimes() {
 }
 
 set_up() {
-  local folder=$1 requirement=$2 constraints=${3:-constraints.txt} python stamp
+  local folder=$1 requirement=$2 constraints=${3:-constraints.txt} python stamp torch
   python=$(find_python)
   stamp=$(cat pyproject.toml "$constraints" | cksum)
   if [ "$(cat "$folder/.stamp" 2>/dev/null)" = "$stamp" ]; then return; fi
-  echo "setting up $folder (once; a few minutes)" >&2
+  torch=$(grep '^torch==' "$constraints")
+  echo "setting up $folder (once; a few minutes): an environment of Python, and $torch in it" >&2
   rm -rf "$folder"
   "$python" -m venv "$folder"
   # torch first and by its exact version, so that nothing else pulls in another build of it.
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")"
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
+  echo "$folder: this package ($requirement) and all that it needs" >&2
   "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$requirement"
   echo "$stamp" >"$folder/.stamp"
 }

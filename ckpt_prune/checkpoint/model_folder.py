@@ -118,6 +118,9 @@ def suggest_folders(missing: str) -> str:
     except (OSError, RuntimeError, ValueError):  # unreadable, no such user, no name of a file
         return ""
     near = similar_siblings(Path(missing), Path.is_dir)
+    if not near:  # a folder above may be misspelt
+        above = similar_siblings(Path(missing).parent, lambda folder: (folder / Path(missing).name).is_dir())
+        near = [folder / Path(missing).name for folder in above]
     return f" (did you mean {' or '.join(map(str, near))}?)" if near else ""
 
 

@@ -171,6 +171,9 @@ def _print(found: "ModelDescription") -> None:
         for name, space in found.spaces.items()
     ]
     click.echo(f"\n{print_table(Table(columns, spaces))}")
+    for name, space in found.spaces.items():
+        if space.whole is not None:
+            click.echo(f"{name}: whole, {space.whole}")
     if found.found is not None:
         _print_proofs(found.found)
     if found.sparsity is not None:

@@ -36,5 +36,5 @@ class DenseSource:
             earlier = f". As a checkpoint, it was measured{on}: {self.verdict}"
         return (
             f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "
-            f"cache; `export` and `validate` take it as --dense MODEL{earlier}"
+            f"cache, and outputs keep no path to it; `export` and `validate` take it as --dense MODEL{earlier}"
         )

@@ -54,13 +54,13 @@ def elapsed_seconds() -> float:
     return 0.0 if began is None else time.monotonic() - began
 
 
-def say_once(line: str) -> None:
-    """Print a notice, unless it was printed before within the context of `show_progress`."""
-    printed = _said.get()
-    if printed is None or line not in printed:
+def say_once(line: str, of: str = "") -> None:
+    """Print a notice, unless it, or one `of` the same, was printed before within the context of `show_progress`."""
+    printed, key = _said.get(), of or line
+    if printed is None or key not in printed:
         Notices()(line)
     if printed is not None:
-        printed.add(line)
+        printed.add(key)
 
 
 class Notices:

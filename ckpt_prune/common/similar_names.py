@@ -23,7 +23,7 @@ def did_you_mean(given: str, known: Iterable[str], most: int = 1, likeness: floa
 
 
 def similar_siblings(missing: Path, is_meant: Callable[[Path], bool]) -> list[Path]:
-    """Return what lies beside a missing path under a similar name; nothing if its folder cannot be read.
+    """Return what lies beside a missing path under a similar or longer name; nothing if its folder cannot be read.
 
     Args:
         is_meant: tells what may be suggested from what may not, such as files from folders.
@@ -32,4 +32,6 @@ def similar_siblings(missing: Path, is_meant: Callable[[Path], bool]) -> list[Pa
         siblings = sorted(sibling.name for sibling in missing.parent.iterdir() if is_meant(sibling))
     except (OSError, ValueError):  # unreadable, no name of a file
         return []
-    return [missing.with_name(name) for name in similar_names(missing.name, siblings)]
+    near = similar_names(missing.name, siblings)
+    longer = [name for name in siblings if missing.name and name.startswith(missing.name)]
+    return [missing.with_name(name) for name in near or longer[:3]]

@@ -27,6 +27,7 @@ class SpaceDescription(Frozen):
     columns_per_unit: int
     parameters: int
     containers: dict[str, str]
+    whole: str | None = None
 
 
 class SizeAtRatio(Frozen):

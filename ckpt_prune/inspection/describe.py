@@ -195,6 +195,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
             "weights": container(biases),
             "weights and bias": container(biases | ({consumer} if consumer else set())),
         },
+        whole=space.whole,
     )
 
 

@@ -295,7 +295,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
 
         stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
         found = discover(config, stack, spaceless=spaceless)
-        say_once(found.line())
+        say_once(found.line(name), of=f"spaces of {config['model_type']}, {name}")
         described = (
             _keep_fixed(found.description) if stack is None else _agree(found.description, config, composite, name)
         )

@@ -98,7 +98,8 @@ def _complete_space(name: str, values: Mapping[str, Any]) -> Any:
         return stated | kind
     keys = {each: tried[0] for each, tried in dimensions.items() if tried}
     is_grouped = dimensions["kv_heads"][:1] != dimensions["query_heads"][:1]
-    names = [f"grouped {name}"] if is_grouped else []
+    # Query heads that all read one key head go without it.
+    names = [f"grouped {name}"] if is_grouped and stated.get("units") != "query_heads" else []
     names += [f"{name} of experts"] if values.get("experts") else []
     names += [f"{name} in {stated.get('pairs')}"]
     standard = next((each for each in names if each in _standard_spaces()), name)

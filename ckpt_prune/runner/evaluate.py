@@ -123,8 +123,8 @@ def _note_loss(options: EvaluateOptions, result: Result) -> None:
     try:
         earlier = note_loss(out, loss)
         if earlier is not None and earlier.data != loss.data:
-            was = ", ".join(figures_of(earlier))
-            Notices()(f"the model card of {out} says this now, in place of {was} on {earlier.data}")
+            now, was = (", ".join(figures_of(each)) for each in (loss, earlier))
+            Notices()(f"the model card of {out} now says {now}, in place of {was} on {earlier.data}")
     except UserError as error:
         Notices()(f"the model card of {out} does not say what was measured: {error}")
 

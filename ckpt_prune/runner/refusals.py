@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_prune.checkpoint.folder_kinds import CONVERSION_KIND, EXPORT_KIND, FRONTIER, OUTPUT_KIND, FolderKind
-from ckpt_prune.checkpoint.model_folder import check_output_folder, holds_graphs, refuse_adapter
+from ckpt_prune.checkpoint.model_folder import check_output_folder, fetch_config, holds_graphs, refuse_adapter
 from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_inside, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
@@ -105,7 +105,7 @@ def refuse_inspect(options: InspectOptions) -> None:
                     f"{options.model} holds ONNX graphs: {flag} asks for the checkpoint they were made from"
                 )
         return
-    for part in asked_parts(read_local_config(options.model), options.part):
+    for part in asked_parts(read_local_config(str(fetch_config(options.model))), options.part):
         check_supported(options.model, options.family, part)
 
 

@@ -42,6 +42,11 @@ NO_FOLDER = " does not exist; give an existing folder or a Hub id such as org/na
         *((name, name + NO_FOLDER) for name in ("/no/such/folder", "./org/name", "../name", "~/name", "org/name/")),
         ("", "the model's name is empty; give an existing folder or a Hub id such as org/name"),
         ("out/llama", "the folder out has no llama; give an existing folder"),
+        ("out/prun", "the folder out has no prun (did you mean out/pruned-model?); give an existing folder"),
+        (
+            "./outt/pruned-model",
+            "./outt/pruned-model does not exist (did you mean out/pruned-model?); give an existing",
+        ),
         ("./outt", "./outt does not exist (did you mean out?); give an existing folder or a Hub id such as org/name"),
         ("out/pruned-model/", None),
         ("outs/", "outs/ does not exist (did you mean out?); give an existing folder or a Hub id such as org/name"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -96,6 +97,10 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
     assert "What it costs in quality was not measured." not in card
     assert "Measured on calib.txt, window 16, tokens 45: KL divergence" in card
     ok("verify", "out", "--against", "dense")
+    again = run(*job[:-1], "2", "--against", "dense").stderr
+    assert re.fullmatch(
+        r"the model card of out now says perplexity .*, in place of perplexity .* on calib.txt, .*\n", again
+    )
     monkeypatch.setattr("ckpt_prune.runner.publish.write_atomically", full_disk)
     result = run(*job, "--against", "dense")
     assert (result.exit_code, result.stderr) == (0, "the model card of out does not say what was measured: full\n")

@@ -81,6 +81,9 @@ def test_llama_7b_from_its_config_alone(tmp_path):
     assert sizes == {0: 6_738_415_616, 0.1: 6_104_158_208, 0.2: 5_469_900_800, 0.3: 4_835_643_392}
     assert report["bytes"] == 2 * 6_738_415_616
     assert ok("inspect", str(tmp_path)).splitlines()[0].endswith("(config only)")
+    other = LLAMA_7B | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    assert ok("inspect", str(tmp_path)).splitlines()[-1].startswith("heads: whole, queries and keys are normalised ")
 
 
 # ---- zeros -------------------------------------------------------------------------------------------------------

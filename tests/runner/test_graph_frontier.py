@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +287,14 @@ def test_models_in_stages_keep_their_columns(place):
     assert code == 1, output
     found = [each["name"] for each in read(place, "stages")["candidates"]]
     assert found == ["float32", "int8 everywhere", "int4 everywhere, GPTQ"]
+
+
+def test_the_most_that_goes_of_both_stacks_is_said(monkeypatch):
+    monkeypatch.setattr(graphs, "_within_loss", lambda *_: iter(()))
+    pruned, lines = SimpleNamespace(unpriced=SimpleNamespace(in_float=lambda: 0.1)), list[str]()
+    maker: Any = SimpleNamespace(prune_stacks=lambda _share: pruned)
+    assert not [*graphs._with_narrower_stacks(maker, [], None, 1.0, lines.append)]
+    assert lines[-1].startswith("without 50% of the units of both stacks: no more is tried")
 
 
 def test_both_graphs_of_an_encoder_decoder_share_a_size(place, monkeypatch):

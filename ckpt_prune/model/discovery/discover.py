@@ -72,9 +72,10 @@ class Discovery(BaseModel):
     seconds: float
     kept: bool = False
 
-    def line(self) -> str:
-        """Say in one line what was found, and how long that took if it was not kept from an earlier run."""
+    def line(self, part: str | None = None) -> str:
+        """Say in one line what was found, of a model or a part, and how long that took if it was not kept earlier."""
         name, spaces = self.description["model_type"], ", ".join(self.description["spaces"])
+        name += "" if part is None else f" ({part})"
         architecture = next(iter(self.description["architectures"]))
         if not spaces:
             return f"no space of {name} is proven on a small random model of {architecture}, so that none can be pruned"

@@ -317,7 +317,9 @@ def _with_narrower_stacks(
         after = best_within(results, limit, None if limit is not None else loss)
         if best is not None and after is best:
             return
-    if limit is not None and best_within(results, limit, None) is None:
+    if limit is None:
+        say(f"{words}: no more is tried; `ckpt-prune prune --ratio` takes more, and `evaluate` says what that loses")
+    elif best_within(results, limit, None) is None:
         pruned.unpriced.check_bytes(limit)
 
 

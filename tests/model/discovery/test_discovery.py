@@ -64,7 +64,9 @@ def test_spaces_are_found_and_proven(named):
     assert proofs.keys() == FOUND[named]
     for space, proof in proofs.items():
         assert proof == {"together": True, "alone": True, "fewer": None if space == "experts" else True}
-    assert parse_family(json.dumps(found)).model_type == named[0]
+    family = parse_family(json.dumps(found))
+    assert family.model_type == named[0]
+    assert "queries" in FOUND[named] or {"heads"}.isdisjoint(FOUND[named]) or family.spaces["heads"].unit == "head"
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
