@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok
+from tests.cli.running import enter_copy, ok
 from tests.cli.test_help import EVERY
 from tests.pairs import every
 from tests.test_guides import smaller, write_things
@@ -48,9 +48,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "line"), every(2, LINES), ids=[line for _, line in LINES])
 def test_an_example_runs(name, line, things, tmp_path, monkeypatch):
-    place = tmp_path / "place"
-    shutil.copytree(things, place)
-    monkeypatch.chdir(place)
+    place = enter_copy(things, tmp_path, monkeypatch)
     words = smaller(shlex.split(line.partition(" > ")[0]))
     if "VIT" in words:
         words = [f"{word}-VIT" if word in ("OUT", "PRUNED") else word for word in words]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, ok
+from tests.cli.running import TEXT, enter_copy, ok
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.hub_server import Hub, serving, talk_to
 from tests.once import once, run_folder
@@ -56,10 +56,7 @@ def finished(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `dense`, `calib.txt`, `stats` and `pruned` of its own."""
-    here = tmp_path / "here"
-    shutil.copytree(made, here)
-    monkeypatch.chdir(here)
-    return here
+    return enter_copy(made, tmp_path, monkeypatch)
 
 
 @pytest.fixture

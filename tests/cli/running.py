@@ -52,6 +52,13 @@ def ok(*args: str) -> str:
     return result.stdout
 
 
+def enter_copy(folder: Path, parent: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy a folder into `parent`, make the copy the working folder, and return it."""
+    shutil.copytree(folder, parent / "here")
+    monkeypatch.chdir(parent / "here")
+    return parent / "here"
+
+
 def drop_time_line(output: str) -> str:
     """Return the output of a dry run without the line that estimates time."""
     lines = output.splitlines(keepends=True)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from ckpt_prune.api.load import load
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, ok, read_json, read_refusal
+from tests.cli.running import TEXT, enter_copy, ok, read_json, read_refusal
 from tests.evaluation.tiny import VOCAB, tiny_tokenizer
 
 RULE = (
@@ -47,9 +47,7 @@ def written(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(written, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    return enter_copy(written, tmp_path, monkeypatch)
 
 
 def test_a_recipe_that_insists_is_told_the_rule_and_what_to_do(here):

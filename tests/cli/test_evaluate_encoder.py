@@ -12,7 +12,7 @@ from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
-from tests.cli.running import edit_weights, ok, read_refusal
+from tests.cli.running import edit_weights, enter_copy, ok, read_refusal
 from tests.encoders import CONTEXT, make
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
 from tests.images import write_images, write_processor
@@ -63,9 +63,7 @@ def made_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def encoders(made_encoders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the models (`-2`: another of the same), `some.txt` and `flat` of its own."""
-    shutil.copytree(made_encoders, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    return enter_copy(made_encoders, tmp_path, monkeypatch)
 
 
 def windows(limit: int | None = None) -> torch.Tensor:

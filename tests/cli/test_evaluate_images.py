@@ -14,7 +14,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
-from tests.cli.running import edit_weights, ok, poison, read_refusal, set_config
+from tests.cli.running import edit_weights, enter_copy, ok, poison, read_refusal, set_config
 from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit
 
 LABELS = [3, 0, 5, 1, 2, 4, 0, 1, 2, 3, 4, 5]
@@ -44,9 +44,7 @@ def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pictures(pictured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `vit`, `other`, `listed`, `foldered` and `flat` of its own."""
-    shutil.copytree(pictured, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    return enter_copy(pictured, tmp_path, monkeypatch)
 
 
 def expected_samples(limit: int | None = None) -> ImageSamples:

@@ -270,6 +270,18 @@ LED = Case("deepseek_v3", "DeepseekV3ForCausalLM", settings='{"first_k_dense_rep
 """Its first block has one mlp in place of experts, and its router takes these in two groups."""
 
 
+RENAMED = (
+    "roberta",
+    "distilbert",
+    "xlm-roberta",
+    "camembert",
+    "data2vec-text",
+    "ernie",
+    "electra",
+    "roberta-prelayernorm",
+    "xlm-roberta-xl",
+)
+"""Families whose blocks have the same linear modules as BERT's, by other names: they are described, and pruned once."""
 ALIKE = {
     "mixtral": "qwen3_moe",
     "olmoe": "qwen3_moe",
@@ -297,15 +309,7 @@ ALIKE = {
     "falcon": "cohere2",
     "mpt": "bloom",
     "deit": "vit",
-    "roberta": "bert",
-    "xlm-roberta": "bert",
-    "camembert": "bert",
-    "data2vec-text": "bert",
-    "ernie": "bert",
-    "electra": "bert",
-    "distilbert": "bert",
-    "xlm-roberta-xl": "bert",
-    "roberta-prelayernorm": "bert",
+    **dict.fromkeys(RENAMED, "bert"),
     "mpnet": "bert",
     "deberta-v2": "bert",
     "modernbert": "cohere2",
@@ -326,18 +330,6 @@ def first_cases() -> list[Case]:
     return list(by_class.values())
 
 
-RENAMED = {
-    "roberta",
-    "distilbert",
-    "xlm-roberta",
-    "camembert",
-    "data2vec-text",
-    "ernie",
-    "electra",
-    "roberta-prelayernorm",
-    "xlm-roberta-xl",
-}
-"""Families whose blocks have the same linear modules as BERT's, by other names: they are described, and pruned once."""
 FIRST = [case for case in first_cases() if case.model_type not in RENAMED]
 """What promises that take longest are held for."""
 LONG = [case for case in CASES if case.model_type not in ALIKE or case in FIRST]

@@ -5,7 +5,8 @@ import json
 import math
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,7 +224,8 @@ def test_outputs_that_wait_on_disk_are_judged_as_those_in_memory(
     copy: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, graph = copy(DECODER)
-    edit_weight(graph, "model.norm.weight", lambda values: values.__setitem__(3, values[3] + 0.5), honest=False)
+    with edited_weight(graph, "model.norm.weight", honest=False) as values:
+        values[3] += 0.5
     samples = ProofSamples(WINDOWS[2:3])
     in_memory = validate(graph, model, samples)
     monkeypatch.setattr(stored, "LARGE", -1)
@@ -462,13 +464,14 @@ def test_the_reference_generates_what_the_stock_model_does(exported: Exported) -
 # ---- wrong graphs --------------------------------------------------------------------------------------------------
 
 
-def edit_weight(graph: Path, name: str, change: Callable[[np.ndarray], None], *, honest: bool) -> None:
-    """Change a weight inside model.onnx; an honest forger brings the record up to date."""
+@contextmanager
+def edited_weight(graph: Path, name: str, *, honest: bool) -> Iterator[np.ndarray]:
+    """Give out a weight inside model.onnx to be changed; an honest forger brings the record up to date."""
     path = graph / "model.onnx"
     proto = onnx.load(path)
     (initializer,) = [candidate for candidate in proto.graph.initializer if candidate.name == name]
     values = numpy_helper.to_array(initializer).copy()
-    change(values)
+    yield values
     initializer.CopyFrom(numpy_helper.from_array(values, name))
     onnx.save(proto, path)
     if honest:
@@ -485,11 +488,8 @@ def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
     copy: Callable[..., tuple[Path, Path]],
 ) -> None:
     model, graph = copy(ENCODER)
-
-    def change(values: np.ndarray) -> None:
+    with edited_weight(graph, BIAS, honest=True) as values:
         values[17] += 0.5
-
-    edit_weight(graph, BIAS, change, honest=True)
     validation = validate(graph, model, TEXT)
     assert {name for name, passed in checks(validation).items() if passed is False} == {"outputs"}
     assert len(failed_cases(validation)) == len(validation.cases) == 5
@@ -506,11 +506,8 @@ def test_a_shift_too_small_for_the_largest_difference_fails_the_mean(copy: Calla
     """Every logit moves by half of what one may: no single element tells, their mean does."""
     model, graph = copy(ENCODER)
     largest = min(case.largest for case in validate(graph, model, TEXT).cases)
-
-    def change(values: np.ndarray) -> None:
+    with edited_weight(graph, BIAS, honest=True) as values:
         values += 0.5e-4 * largest
-
-    edit_weight(graph, BIAS, change, honest=True)
     validation = validate(graph, model, TEXT)
     assert checks(validation)["outputs"] is False
     assert any(case.max_abs < 1e-4 * case.largest for case in failed_cases(validation))
@@ -518,11 +515,8 @@ def test_a_shift_too_small_for_the_largest_difference_fails_the_mean(copy: Calla
 
 def test_what_is_not_a_number_is_said_to_be_none(copy: Callable[..., tuple[Path, Path]]) -> None:
     model, graph = copy(ENCODER)
-
-    def change(values: np.ndarray) -> None:
+    with edited_weight(graph, BIAS, honest=False) as values:
         values[3] = np.nan
-
-    edit_weight(graph, BIAS, change, honest=False)
     validation = validate(graph, model, TEXT)
     assert f"weights differ or cannot be read: {BIAS}" in detail(validation, "files")
     assert all(case.note == "onnxruntime's output is nan there" for case in failed_cases(validation))
@@ -560,7 +554,8 @@ def test_a_changed_file_beside_the_graph_is_named_and_nothing_said_of_weights(
     validation = validate(graph, model, TEXT)
     assert {check for check, passed in checks(validation).items() if passed is False} == {"files"}
     assert detail(validation, "files") == f"{name} changed since it was written"
-    edit_weight(graph, BIAS, lambda values: values.__iadd__(1), honest=False)
+    with edited_weight(graph, BIAS, honest=False) as values:
+        values += 1
     manifest = read_manifest(graph)
     assert check_files(graph, manifest, hash_present_files(graph, manifest)) == (
         False,

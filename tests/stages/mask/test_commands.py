@@ -21,6 +21,7 @@ from tests.cli.running import (
     TEXT,
     drop_time_line,
     edit_weights,
+    enter_copy,
     listing,
     ok,
     read_json,
@@ -87,10 +88,7 @@ def masks(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(masks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `dense`, `stats`, `calib.txt`, `images` and models of other families of its own."""
-    folder = tmp_path / "here"
-    shutil.copytree(masks, folder)
-    monkeypatch.chdir(folder)
-    return folder
+    return enter_copy(masks, tmp_path, monkeypatch)
 
 
 def few(recipe: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import CalibrateOptions
 from tests import encoders
-from tests.cli.running import TEXT, interrupt_job, ok, read_json, read_refusal, resume_job, run
+from tests.cli.running import TEXT, enter_copy, interrupt_job, ok, read_json, read_refusal, resume_job, run
 from tests.images import write_images, write_vit
 from tests.pairs import dealt
 
@@ -62,10 +62,7 @@ def outputs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with them."""
-    folder = tmp_path / "here"
-    shutil.copytree(outputs, folder)
-    monkeypatch.chdir(folder)
-    return folder
+    return enter_copy(outputs, tmp_path, monkeypatch)
 
 
 def weights(folder: str) -> dict[str, Tensor]:

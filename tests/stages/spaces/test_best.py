@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.stages.shared import measure_dense
 from tests import encoders, families
-from tests.cli.running import DENSE, TEXT, listing, ok, read_json, read_refusal, run, same_files
+from tests.cli.running import DENSE, TEXT, enter_copy, listing, ok, read_json, read_refusal, run, same_files
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.oracles import whole_best
@@ -46,10 +46,7 @@ def weighed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(weighed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `llama`, `opt`, `vit`, `images`, `calib.txt`, `stats` and `weighed` of its own."""
-    folder = tmp_path / "here"
-    shutil.copytree(weighed, folder)
-    monkeypatch.chdir(folder)
-    return folder
+    return enter_copy(weighed, tmp_path, monkeypatch)
 
 
 BEST = ("--recipe", "best", "--statistics", "weighed", *QUICK)

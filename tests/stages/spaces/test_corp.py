@@ -8,7 +8,17 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import changed, edit_weights, ok, read_json, read_refusal, run, same_files, set_config
+from tests.cli.running import (
+    changed,
+    edit_weights,
+    enter_copy,
+    ok,
+    read_json,
+    read_refusal,
+    run,
+    same_files,
+    set_config,
+)
 from tests.encoders import make
 from tests.images import write_csv, write_images, write_vit
 
@@ -36,10 +46,7 @@ def corp(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(corp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `vit`, `opt`, `small`, `llama`, `images`, `calib.txt`, `stats` and `pruned` of its own."""
-    folder = tmp_path / "here"
-    shutil.copytree(corp, folder)
-    monkeypatch.chdir(folder)
-    return folder
+    return enter_copy(corp, tmp_path, monkeypatch)
 
 
 # ---- what works ----------------------------------------------------------------------------------------------------

@@ -107,40 +107,19 @@ def test_data_that_the_model_refuses(dense):
 RATIOS = {"heads": 0.25, "mlp": 0.3}
 
 
-def check_against_whole(dense, variant, method, out, *, sequential=False, container="any"):
-    full_recipe = recipe(
-        RATIOS,
-        methods=method,
-        container=container,
-        target="sequential" if sequential else "dense",
-    )
-    data, folder = samples(variant), dense.folder(variant)
-    source = {"live": data} if sequential else {"statistics": dense.statistics(variant)}
-    report = prune(job_on(folder, full_recipe, **source), out)
+@pytest.mark.parametrize(("variant", "method", "padded"), [("vit", "affine", []), ("opt-no-bias", "ridge", ["heads"])])
+def test_padded_containers_of_heads_and_mlp(dense, variant, method, padded, tmp_path):
+    data, folder, out = samples(variant), dense.folder(variant), tmp_path / "out"
+    full_recipe = recipe(RATIOS, methods=method, container="padded", target="dense")
+    report = prune(job_on(folder, full_recipe, dense.statistics(variant)), out)
     by_hand = Whole.of_folder(folder, load_stock_once(folder, variant), RATIOS)
-    by_hand.prune(data, {"heads": method, "mlp": method}, "by site" if sequential else "dense")
+    by_hand.prune(data, {"heads": method, "mlp": method}, "dense")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == by_hand.kept
     assert_same_outputs(
         load_output(out, variant, report), by_hand.model.float(), samples(variant, 6, seed=9), tolerance=5e-4
     )
-    return report
-
-
-@pytest.mark.parametrize(
-    "variant",
-    ["vit", "opt-no-bias"],
-)
-def test_padded_containers_of_heads_and_mlp(dense, variant, tmp_path):
-    if variant == "opt-no-bias":
-        report = check_against_whole(dense, variant, "ridge", tmp_path / "out", container="padded")
-    else:
-        report = check_against_whole(dense, variant, "affine", tmp_path / "out", container="padded")
     assert not report["container"]["remote_code"]
-    assert report["container"]["padded"] == {
-        "vit": [],
-        "deit-teacher": [],
-        "dinov2-swiglu": ["mlp"],
-    }.get(variant, ["heads"])
+    assert report["container"]["padded"] == padded
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------
