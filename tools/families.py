@@ -38,17 +38,25 @@ ROOM = DISCOVERED.parents[1] / "ckpt_prune" / "model"
 PAGE = ROOM / "FAMILIES.md"
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _COMPASS = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
+_INDEXER = {f"indexer_{key}": value for key, value in (("n_heads", 8), ("kv_heads", 1), ("head_dim", 256))}
+_INDEXER |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config": _COMPASS},
     "cohere_compass_text": _COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31}},
     "emu3": {"vocabulary_map": {"<image>": 90, "<|visual token 000000|>": 91}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [22, 22, 20]}}},
     "esm": {"mask_token_id": 32, "pad_token_id": 1},
     "gemma4": {"text_config": {"num_hidden_layers": 42, "num_kv_shared_layers": 18}},  # as E4B has it
+    "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 2]], "downsample_rate": "1/2"},
     **{name: {"decoder_start_token_id": 0} for name in ("longt5", "t5", "umt5")},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -3]}},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "shieldgemma2": {"architectures": ["ShieldGemma2ForImageClassification"]},
     "xmod": {"default_language": "en_XX"},
 }
 """What every published config.json of a type states, and its class has no default for."""
@@ -224,7 +232,7 @@ def try_tower(model_type: str) -> dict[str, Any]:
             run_command("verify", output, "--against", str(source))
         except (Exception, SystemExit) as error:
             text = str(error) if isinstance(error, UserError) else one_line(error)
-            return found | {"why": text.replace(f"{folder}/", "").removeprefix("source: ")[:200]}
+            return found | {"why": text.replace(f"{folder}/", "").removeprefix("source: ")[:300]}
         return found | {"pruned": True, "why": family.model_type}
 
 
@@ -340,14 +348,13 @@ def write_tiny(model_type: str, architecture: str | None, folder: Path) -> Path:
         hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4, ratio=2, stage=24
     )
     config = {**CONFIG_MAPPING[model_type](**PUBLISHED.get(model_type, {})).to_dict(), "model_type": model_type}
-    config["architectures"] = [architecture]
     if architecture is None:
         config |= {"vision_config": config.get("vision_config") or {}}  # Gemma 4's is none by default
-        config["architectures"] = [load_composite(config).architecture]
     with suppress(UserError):  # published configs state what some classes leave open
         filled = {key: fill_in(key, value, vars(sizes)) for key, value in config.items()}
         parse_config(filled)
         config = filled
+    config["architectures"] = [architecture or load_composite(config).architecture]
     model: Any = build_whole(config, sizes) if is_composite(config) else build_twin(config, architecture, sizes).model
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -157,7 +157,7 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     family, module = model.family, name.rpartition(".")[0]
     if module in family.multiplied_per_token:
         return int(family.multiplied_per_token[module] * model.tokens) if dimensions > 1 else 0
-    if dimensions == 4 and family.modality == "image":
+    if dimensions == 4 and family.modality == "image" and family.stride is None:
         return patches(model.config, image_size(family, model.config))
     if (
         dimensions != 2

@@ -192,7 +192,10 @@ class Names:
         self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
         self._renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
         self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
-        saved = revert_weight_conversion(model, dict(self._parameters)) if conversions else self._parameters
+        try:
+            saved = revert_weight_conversion(model, dict(self._parameters)) if conversions else self._parameters
+        except RuntimeError as error:  # it takes no such number of heads (Kimi K2.5's rotary pairs)
+            raise _refusal(error) from error
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         self.ties = find_ties(model)
         self.tied = frozenset(self.saved_as(name) for name in self.ties)
@@ -312,7 +315,10 @@ class Names:
         It stacks the weights of all experts, or has one tensor's rows behind another's.
         """
         parameters, shape = self.parameters(disk), self.shapes.get(disk)
-        return shape is not None and len(parameters) == 1 and shape != tuple(self._parameters[parameters[0]].shape)
+        if shape is None or not parameters:
+            return False
+        held = tuple(self._parameters[parameters[0]].shape)  # of one of two stacks, if experts are of two kinds
+        return len(shape) < len(held) if len(parameters) > 1 else shape != held
 
 
 def stock_names(config: dict[str, Any], architecture: str) -> Names:

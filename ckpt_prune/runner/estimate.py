@@ -40,7 +40,7 @@ from ckpt_prune.model.context import image_size
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.image_inputs import image_inputs
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import stock_class
+from ckpt_prune.model.skeleton import stock_names
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.recipe import Recipe
@@ -297,13 +297,14 @@ def time_run(
     model's context, or an image of its config's size; there is none for sounds.
     """
     family, forms = model.family, list[Samples]() if samples is None else [samples]
+    own = container_of(model) if model.has_remote_code else None
     if samples is None and family.modality == "text":
         forms = [TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long))]
     elif samples is None and family.modality == "image":
-        forward = stock_class(family.architecture, model.config).forward
-        inputs = image_inputs(forward, model.config, 1, image_size(family, model.config))
+        whole = stock_names(model.checkpoint.config, family.architecture).model if own is None else own.skeleton()
+        inputs = image_inputs(whole, 1, image_size(family, model.config))
         forms = [_BlankImage(each, model.tokens) for each in inputs]
-    view = ModelView(model, device, container=container_of(model) if model.has_remote_code else None)
+    view = ModelView(model, device, container=own)
     while forms:
         one = forms.pop(0)
         count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))

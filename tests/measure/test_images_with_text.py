@@ -1,13 +1,15 @@
 """Statistics of text parts on conversations with images, against hooks in the stock model that reads both."""
 
+import json
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Pix2StructForConditionalGeneration, PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.perplexity import perplexity
@@ -26,6 +28,7 @@ from ckpt_prune.model.model import Model
 from tests.images import write_image
 from tests.pairs import choose_cases
 from tests.talks import NEEDS, READERS, WINDOW, WINDOWS, write_rows, write_talker
+from tools.families import write_tiny
 
 FEW = 6
 
@@ -96,25 +99,53 @@ def test_moments_are_those_of_the_whole_model(model_type: str, rows: Path, tmp_p
             assert (of_text.gram.double() - gram).abs().max() > 100 * bound
 
 
-def test_padding_of_images_is_not_counted(tmp_path: Path) -> None:
-    """Gemma 4's processor fills an image of 256 patches up to 280."""
-    whole, images = write_talker(tmp_path / "gemma4", "gemma4"), [tmp_path / f"{side}.png" for side in (16, 32)]
+def write_patches(folder: Path) -> PreTrainedModel:
+    """Save a tiny pix2struct, whose encoder is handed patches behind their places by its own forward pass."""
+    write_tiny("pix2struct", None, folder)
+    settings = {"image_processor_type": "Pix2StructImageProcessor", "patch_size": {"height": 16, "width": 16}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return Pix2StructForConditionalGeneration.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "tower", "down", "padding"),
+    [
+        (
+            partial(write_talker, model_type="gemma4"),
+            "model.vision_tower",
+            "mlp.down_proj.linear",
+            "pixel_position_ids",
+        ),
+        (write_patches, "encoder", "mlp.wo", "attention_mask"),
+    ],
+    ids=["gemma4", "pix2struct"],
+)
+def test_padding_of_images_is_not_counted(
+    write: Callable[[Path], PreTrainedModel], tower: str, down: str, padding: str, tmp_path: Path
+) -> None:
+    """Gemma 4's processor fills an image of 256 patches up to 280, that of pix2struct any up to 2048."""
+    whole, images = write(tmp_path / "source"), [tmp_path / f"{side}.png" for side in (16, 32)]
     for image in images:
         write_image(image, 1, (16, int(image.stem)))
-    model = open_model(str(tmp_path / "gemma4"), Opening(part="vision"))
-    samples = TowerImages(ImageFiles(tuple(images)), load_processor(tmp_path / "gemma4"), model)
+    model = open_model(str(tmp_path / "source"), Opening(part="vision"))
+    samples = TowerImages(ImageFiles(tuple(images)), load_processor(tmp_path / "source"), model)
     stream = open_stream(model, samples, device=torch.device("cpu"), compute_dtype=torch.float32)
     ((moments,),) = stream.observe(0, model.read_block(0), {"mlp": True}).values()
     seen: list[Tensor] = []
-    down: nn.Module = whole.get_submodule("model.vision_tower.encoder.layers.0.mlp.down_proj.linear")
-    down.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    blocks = f"{tower}.{model.family.layers}"
+    last: nn.Module = whole.get_submodule(f"{blocks}.0.{down}")
+    last.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    filled = 0
     with torch.no_grad():
         for row in range(2):
             inputs = samples.batch(slice(row, row + 1))
-            whole.model.vision_tower(**inputs)  # type: ignore[operator, union-attr]
-            seen[-1] = seen[-1][(inputs["pixel_position_ids"] >= 0).all(-1)]
+            whole.get_submodule(tower)(**inputs)
+            is_token = inputs[padding].gt(0) if padding.endswith("mask") else inputs[padding].ge(0).all(-1)
+            filled += int((~is_token).sum())
+            seen[-1] = seen[-1][is_token]
     read = torch.cat(seen).double()
-    assert moments.count == len(read) < 2 * 280
+    assert moments.count == len(read)
+    assert filled
     torch.testing.assert_close(moments.gram.double(), read.T @ read, rtol=1e-4, atol=1e-3)
 
 

@@ -140,9 +140,8 @@ def makes_one_size(processor: Any, settings: Mapping[str, Any]) -> bool:
     """Return whether an image processor makes one array of any image, and all of one size: no tiles and no patches."""
     blanks = (Image.new("RGB", size) for size in (_BLANK, (2 * _BLANK[0], _BLANK[1])))
     try:
-        shapes = {
-            tuple(processor(images=each, return_tensors="pt", **settings)["pixel_values"].shape) for each in blanks
-        }
+        made = [processor(images=each, return_tensors="pt", **settings).get("pixel_values") for each in blanks]
+        shapes = {() if each is None else tuple(each.shape) for each in made}  # patches may have a name of their own
     except Exception as error:  # anything, a processor being any code
         raise UserError(f"the image processor makes no image of a blank one: {describe_error(error)}") from error
     first, *others = shapes

@@ -18,8 +18,8 @@ from ckpt_prune.model.skeleton import build_skeleton, parse_config
 if TYPE_CHECKING:
     from ckpt_prune.model.model import Model
 
-_LOOK = "get_image_features"
-"""The method of transformers' models by which they look at what their image processor makes of images."""
+_LOOKS = ("get_image_features", "forward")
+"""Methods by which models look at what their image processor makes of images, or do so before anything else."""
 
 
 class _TowerReachedError(Exception):
@@ -47,14 +47,15 @@ class TowerImages(ImageSamples):
         self._whole: Any = build_skeleton(config, composite.architecture)
         (path,) = composite.part(within.part).modules
         self._tower, self._model = self._whole.get_submodule(path), model
-        if not hasattr(self._whole, _LOOK):
-            raise UserError(f"{composite.architecture} has no {_LOOK}, so that it does not say what its tower reads")
-        self._taken = signature(getattr(self._whole, _LOOK)).parameters.keys()
+        self._look = next(getattr(self._whole, name) for name in _LOOKS if hasattr(self._whole, name))
         super().__init__(files, processor, tokens=model.image_tokens, max_corrupt=max_corrupt)
 
     @property
     def tokens(self) -> int:
         """Tokens of the first image: others may have more or fewer."""
+        if self._model.family.stride is not None:
+            tiles, *_, rows, columns = self.size
+            return rows if len(self.size) == 3 else tiles * self._tokens((rows, columns))
         config, channels = self._model.config, getattr(self._model.config, "num_channels", 3)
         sizes = (getattr(config, key, 1) for key in ("patch_size", "temporal_patch_size"))
         patch, frames = (size if isinstance(size, list | tuple) else (size,) for size in sizes)
@@ -77,9 +78,11 @@ class TowerImages(ImageSamples):
         def stop(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             raise _TowerReachedError(arguments, options)
 
+        taken = signature(self._look).parameters.keys()
+        words = {"input_ids": torch.zeros(1, 1, dtype=torch.long)} if "input_ids" in taken else {}
         hook = self._tower.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            getattr(self._whole, _LOOK)(**{name: each for name, each in processed.items() if name in self._taken})
+            self._look(**words, **{name: each for name, each in processed.items() if name in taken})
         except _TowerReachedError as reached:
             called = signature(self._tower.forward).bind(*reached.arguments, **reached.options).arguments
             given = called | called.get("kwargs", {})
@@ -90,4 +93,4 @@ class TowerImages(ImageSamples):
             ) from error
         finally:
             hook.remove()
-        raise UserError(f"{type(self._whole).__name__}.{_LOOK} does not call {type(self._tower).__name__}")
+        raise UserError(f"{type(self._whole).__name__} does not call {type(self._tower).__name__} for an image alone")

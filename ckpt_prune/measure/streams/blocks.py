@@ -85,7 +85,12 @@ class BlockFactory:
         layer_config = model.with_widths(widths).config
         module: nn.Module
         with on_meta_device():
-            if self.family.is_stack or self.family.passes_on:  # some attributes of blocks are in no config (T5)
+            # Some attributes of blocks are in no config (T5), and some blocks are made of a config inside the config.
+            if (
+                self.family.is_stack
+                or self.family.passes_on
+                or any("." in key for key in self.family.dimensions["hidden"])
+            ):
                 module = copy.deepcopy(self._layers[index])
                 set_counts(module, self.family, self.model.dimension, widths)
             else:

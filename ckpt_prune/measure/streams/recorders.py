@@ -242,8 +242,10 @@ class HandedAlone:
 
         No token attends to padding, which is there where a processor makes all images as long as the longest may be.
         """
-        mask = self._of[number][0].options.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.dim() != 4:
+        handed = self._of[number][0]
+        given = (each for each in (handed.options.get("attention_mask"), *handed.arguments) if isinstance(each, Tensor))
+        mask = next((each for each in given if each.dim() == 4), None)
+        if mask is None:
             return None
         allowed = mask if mask.dtype == torch.bool else mask == 0
         counted = allowed.any(-2).any(1).expand(self.shapes[number][0], -1)

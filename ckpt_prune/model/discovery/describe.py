@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import patches
@@ -77,7 +78,7 @@ class Describer:
         else:
             self.layers, self.runs = find_stage(twin, self.stage, count_stages(usual))
         self.prefix = self._find_prefix()
-        self.values = flat_keys(twin.config, stack or "")
+        self.values = flat_keys(twin.config, stack or self._nested_config)
         self.dimensions: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
         self.derived: dict[str, list[str | int]] = {}
@@ -87,6 +88,14 @@ class Describer:
         self.counted: dict[str, list[str | int]] | None = None
         self.spaces: dict[str, dict[str, Any]] = {}
         self.norm_offset = 0.0
+
+    @property
+    def _nested_config(self) -> str:
+        """The key of the config inside the config that the blocks are made of; "" if that is the config itself."""
+        around = [self.layers[: dot.start()] for dot in re.finditer(r"\.", self.layers)]
+        models: list[Any] = [self.twin.model.get_submodule(path) for path in reversed(around)]
+        kind = next((type(each.config) for each in models if isinstance(each, PreTrainedModel)), None)
+        return next((key for key, own in vars(self.twin.parsed).items() if type(own) is kind), "")
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -288,13 +297,19 @@ class Describer:
         stated: dict[str, Any] = {"architectures": {self.twin.architecture: of_class}, "modality": "image"}
         if self.stage is None:
             tokens, config = prod(self.runs[0].places) // IMAGES, self.twin.parsed
+            # Where another encoder stands before the blocks, no key of the config says how many patches they read.
+            side = None if hasattr(config, "patch_size") else isqrt(tokens)
+            cut = patches(config, (IMAGE, IMAGE)) if side is None else side**2
             is_sized = hasattr(config, "image_size")  # then a convolution that cuts patches is known by its shape
             convolutions = nn.Conv3d if is_sized else nn.Conv2d | nn.Conv3d
             counted = {path for path, each in modules.items() if isinstance(each, convolutions)}
             plain = {path for path in linears - {*pooled} if path in rows and rows[path] != tokens}
-            others = {path: own / tokens for path, own in rows.items() if path in plain | counted}
+            others = {
+                path: own / (tokens if side is None else cut) for path, own in rows.items() if path in plain | counted
+            }
             return stated | {
-                "special_tokens": tokens - patches(config, (IMAGE, IMAGE)),
+                "special_tokens": tokens - cut,
+                **({} if side is None else {"stride": IMAGE / side}),
                 **({} if is_sized else {"cost_image_size": _USUAL_IMAGE}),
                 **({"multiplied_per_token": others} if others else {}),
             }

@@ -25,7 +25,7 @@ from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
 from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of, said
 from ckpt_prune.model.discovery.parts import find_class, refuse_nested
-from ckpt_prune.model.discovery.proofs import Prover
+from ckpt_prune.model.discovery.proofs import Prover, StatedElsewhereError
 from ckpt_prune.model.discovery.switches import WidthSwitchError
 from ckpt_prune.model.discovery.twin import CHUNK, FIRST, OTHER, Twin, build_twin, small_configs
 from ckpt_prune.model.family import Family
@@ -235,7 +235,9 @@ def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
             prover = prover or Prover(family, twin)
             proof = prover.prove(name)
         except Exception as error:  # whatever the class runs into with fewer units
-            why = f"the class does not load with fewer units: {one_line(error)[:120]}"
+            why = one_line(error)[:120]
+            if not isinstance(error, StatedElsewhereError):
+                why = f"the class does not load with fewer units: {why}"
             if "heads" in name and "modality" in draft.description and not draft.description["dimensions"]["head_dim"]:
                 why = "its class makes them as wide together as the hidden size, however many there are"
         if name == "heads" and not (proof and proof.holds):

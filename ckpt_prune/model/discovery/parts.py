@@ -55,6 +55,10 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(values.get("text_config"), dict):
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
     whole_auto, architecture = find_class(model_type, _WITH_HEAD)
+    with suppress(UserError):  # the whole may be named with a head that puts images into classes (ShieldGemma 2)
+        named = find_class(model_type, _IMAGES[:1], declared)
+        if named in {(_IMAGES[0], each) for each in declared}:
+            whole_auto, architecture = named
     config = parse_config(values)
     models: dict[str, Any] = {}
     refused: dict[str, str] = {}

@@ -34,6 +34,10 @@ _FEWER = 8
 State = dict[str, Tensor]
 
 
+class StatedElsewhereError(UserError):
+    """A config key states the width of a space, and of a module outside the blocks."""
+
+
 class Prover:
     """Proves the spaces of a family on a twin of its class.
 
@@ -164,7 +168,12 @@ class Prover:
             raise UserError(one_line(error)) from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if found[kind]:
-                first = min(each if isinstance(each, str) else each[0] for each in found[kind])
+                names = [each if isinstance(each, str) else each[0] for each in found[kind]]
+                outside = [each for each in names if not each.startswith(f"{self.family.layers}.")]
+                if config is not None and outside and kind == "mismatched_keys":
+                    module = min(outside).rpartition(".")[0]
+                    raise StatedElsewhereError(f"its config key also states a width of {module}, outside the blocks")
+                first = min(names)
                 raise UserError(f"{kind.replace('_', ' ')}, such as {first}")
         return run(model.eval(), self.twin.batch)
 

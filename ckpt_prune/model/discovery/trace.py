@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -164,7 +165,7 @@ def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
 
     def see(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = dict(options)
-        states = arguments[0] if arguments else given.pop("hidden_states")
+        states = arguments[0] if arguments else given.pop(next(iter(signature(block.forward).parameters)))
         places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places(states)
         path = f"{layers}.{numbers[block]}"
         empty = (name for name, value in given.items() if isinstance(value, MutableMapping) and not value)

@@ -75,7 +75,7 @@ _NUMBERS: dict[str, int] = {
     r"num_experts_per_tok(en)?|moe_topk|top_k_experts|experts_per_token|moe_k|moe_top_k": 2,
     r"linear_num_key_heads": 3,
     r"linear_num_value_heads": 15,
-    r"num_mem_blocks|moe_num_shared_experts|num_shared_experts": 2,
+    r"num_mem_blocks|moe_num_shared_experts|num_shared_experts|num_global_layers": 2,
     r"n_group|topk_group|num_expert_group|n_groups": 1,
     r"mamba_n_?groups": 2,
     r"num_nextn_predict_layers|num_mtp_layers|mtp_num_hidden_layers": 0,
@@ -103,6 +103,7 @@ _NUMBERS: dict[str, int] = {
     r"rotary_dim": 8,
     r"local_radius": 7,
     r"image_size": IMAGE,
+    r"num_position_embeddings": (IMAGE // PATCH) ** 2,
     r"pooling_kernel_size|spatial_merge_size|temporal_patch_size": MERGED,
     r"out_hidden_size": 136,
     r"base_channels": 32,
@@ -241,6 +242,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
                 small[key] = 2
             elif key == "image_size":
                 small[key] = [IMAGE for _ in value]
+            elif key == "downsample_channels":  # what follows is as wide as the last
+                small[key] = [*value[:-1], roles["hidden"]]
             elif key == "patch_size":
                 small[key] = [min(each, PATCH) for each in value]
             elif depth and _numbers_blocks(key, value):
@@ -297,8 +300,9 @@ def _shrunk_inner(key: str, value: dict[str, Any], roles: Mapping[str, int], kee
     section = inner.get("mrope_section")
     if section:
         rotated = int(roles["head"] * float(value.get("partial_rotary_factor", 1.0)))
-        first = rotated // 2 // len(section)
-        inner["mrope_section"] = [rotated // 2 - first * (len(section) - 1), *[first] * (len(section) - 1)]
+        each, rest = divmod(rotated // 2, len(section))
+        odd = min(range(len(section)), key=lambda place: section.count(section[place]))  # others stay alike
+        inner["mrope_section"] = [each + rest * (place == odd) for place in range(len(section))]
     return inner
 
 
@@ -359,6 +363,8 @@ def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     ):
         if small.get(heads) and small.get(width):
             small[width] = inner // small[heads]
+    if small.get("pixel_shuffle_ratio"):  # what reads shuffled patches is as wide as the MLPs of blocks (Llama 4)
+        small["intermediate_size"] = int(hidden / small["pixel_shuffle_ratio"] ** 2)
     if small.get("model_type") == "mamba2":
         small["num_heads"], small["head_dim"] = 4, inner // 4
     if small.get("attention_head_dim") and small.get("num_attention_heads"):
@@ -421,7 +427,7 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
         batch = {"input_features": torch.randn(frames, generator=torch.Generator().manual_seed(1))}
     batches = [batch]
     if "input_ids" not in signature(model.forward).parameters:
-        batches = [*image_inputs(model.forward, parsed, IMAGES, (IMAGE, IMAGE))] or batches
+        batches = [*image_inputs(model, IMAGES, (IMAGE, IMAGE))] or batches
     if getattr(parsed, "is_encoder_decoder", False):
         batches[0]["decoder_input_ids"] = tokens.flip(0, 1)
     errors = list[Exception]()

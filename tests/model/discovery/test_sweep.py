@@ -46,7 +46,7 @@ TRIED = {
 
 Other tests find and prune gemma4, gpt_oss and lfm2: `FOUND`, cli/test_hybrids.py and cli/test_kept_bytes.py.
 """
-TOWERS = ("aria", "dots3_note", "internvl", "lfm2_vl", "minicpmv4_6", "qwen2_5_omni_thinker", "step3p7")
+TOWERS = ("dots3_note", "inkling2", "kimi_k25", "lfm2_vl", "minicpmv4_6", "molmo2", "qwen4_exp", "unlimited_ocr")
 """Types of models of images with text whose towers are always tried."""
 
 
