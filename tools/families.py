@@ -41,6 +41,7 @@ _COMPASS = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _R
 _INDEXER = {f"indexer_{key}": value for key, value in (("n_heads", 8), ("kv_heads", 1), ("head_dim", 256))}
 _INDEXER |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
     "cohere_compass": {"text_config": _COMPASS},
     "cohere_compass_text": _COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},

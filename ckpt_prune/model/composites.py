@@ -26,6 +26,7 @@ from ckpt_prune.model.descriptions import (
     known_families,
     load_family,
     parse_family,
+    text_key,
     variants_of,
 )
 from ckpt_prune.model.spaces import SpaceName, StrictModel
@@ -148,7 +149,7 @@ def is_composite(config: Mapping[str, Any]) -> bool:
     if model_type in encoder_decoders():
         return is_encoder_decoder(config)
     is_described = model_type in known_families() or OUTSIDE_KEY in config
-    is_made_of_several = isinstance(config.get("text_config"), Mapping) or count_stages(config) > 0
+    is_made_of_several = text_key(config) is not None or count_stages(config) > 0
     return model_type in known_composites() or (not is_described and is_made_of_several)
 
 

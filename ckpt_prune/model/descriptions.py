@@ -242,6 +242,12 @@ def has_description(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in known_families() or config.get(OUTSIDE_KEY) is not None
 
 
+def text_key(config: Mapping[str, Any]) -> str | None:
+    """Return the key of the config of the model of text inside another; None if a config.json has none."""
+    has_stacks = all(isinstance(config.get(key), Mapping) for key in ("encoder", "decoder"))  # TrOCR
+    return "text_config" if isinstance(config.get("text_config"), Mapping) else "decoder" if has_stacks else None
+
+
 def count_stages(config: Mapping[str, Any]) -> int:
     """Return how many stages of blocks the config.json of a model of images lists; 0 of any other."""
     depths: list[int] = next((config[key] for key in _DEPTHS if isinstance(config.get(key), list)), [])

@@ -34,9 +34,10 @@ def image_inputs(model: Any, images: int, size: tuple[int, int]) -> Iterator[dic
     channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
     patch = _first(getattr(config, "patch_size", _PATCH))
     rows, columns = (length // patch for length in size)
-    readers = (each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d | nn.Conv3d))
-    numbers, count = (each.weight[0].numel() for each in readers), images * rows * columns
-    of_patch = next(numbers, 0)
+    count, modules = images * rows * columns, list(model.modules())
+    cutting = [each for each in modules if isinstance(each, nn.Conv2d | nn.Conv3d) and each.in_channels == channels]
+    reading = [*cutting, *(each for each in modules if isinstance(each, nn.Linear))]
+    of_patch = reading[0].weight[0].numel() if reading else 0
     patches = {name: _draw(images, rows * columns, of_patch)}
     down, right = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     grid = next((each for each in taken if each.endswith("grid_thw")), None)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.descriptions import count_stages
+from ckpt_prune.model.descriptions import count_stages, text_key
 from ckpt_prune.model.skeleton import RefusedConfigError, build_skeleton, parse_config
 
 _MAPPINGS = {
@@ -52,13 +52,13 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         parts = {name: stage | {"stack": name} for name, stage in stages.items()}
         return {"model_type": model_type, "architecture": architecture, "auto": whole_auto, "parts": parts}
     refuse_nested(values)
-    if not isinstance(values.get("text_config"), dict):
+    if (words := text_key(values)) is None:
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
     whole_auto, architecture = find_class(model_type, _WITH_HEAD)
-    with suppress(UserError):  # the whole may be named with a head that puts images into classes (ShieldGemma 2)
-        named = find_class(model_type, _IMAGES[:1], declared)
-        if named in {(_IMAGES[0], each) for each in declared}:
-            whole_auto, architecture = named
+    if declared and architecture not in declared:  # the whole with a head that puts images into classes (ShieldGemma 2)
+        with suppress(UserError):
+            named = find_class(model_type, _IMAGES[:1], declared)
+            whole_auto, architecture = named if named[0] == _IMAGES[0] else (whole_auto, architecture)
     config = parse_config(values)
     models: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -66,13 +66,19 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         whole = build_skeleton(config, architecture)
     except RefusedConfigError as error:
         raise UserError(f"{model_type} is made of several models, and cannot be built: {error.rule}") from error
-    try:
-        models["text"] = _find_text(whole, config)
-    except UserError as error:
-        refused["text"] = str(error)
-    if hasattr(config, "vision_config"):
+    if words == "decoder":
+        refused["text"] = (
+            "its blocks read what the tower makes of an image, and no pairs of an image and its text are read"
+        )
+    else:
         try:
-            models["vision"] = _find_tower(whole, config.vision_config)
+            models["text"] = _find_text(whole, config)
+        except UserError as error:
+            refused["text"] = str(error)
+    seen = "encoder" if words == "decoder" else "vision_config"
+    if hasattr(config, seen):
+        try:
+            models["vision"] = _find_tower(whole, config, seen)
         except UserError as error:
             refused["vision"] = str(error)
     return {
@@ -113,12 +119,18 @@ def _find_text(whole: nn.Module, config: Any) -> dict[str, Any]:
     return {"config": "text_config", "auto": auto, "modules": modules, "note": note}
 
 
-def _find_tower(whole: nn.Module, config: Any) -> dict[str, Any]:
+def _find_tower(whole: nn.Module, config: Any, key: str) -> dict[str, Any]:
     """Return the description of the tower of a config, the model in another that reads images; UserError if none."""
-    if config is None:
-        raise UserError("its config.json has no vision_config")
-    path = _find_module(whole, config, "it has no tower: what it makes of images goes into its text part at once")
-    return {"config": "vision_config", "auto": "AutoModel", "modules": {path: ""}, "note": _OWN_IMAGES}
+    if getattr(config, key) is None:
+        raise UserError(f"its config.json has no {key}")
+    if count := count_stages(getattr(config, key).to_dict()):
+        raise UserError(f"it has blocks in {count} stages of their own widths, and stages inside a part are not pruned")
+    path = _find_module(
+        whole, getattr(config, key), "it has no tower: what it makes of images goes into its text part at once"
+    )
+    if hasattr(whole.get_submodule(path), "timm_model"):
+        raise UserError("it is a model of the package timm, and config.json states no width of it")
+    return {"config": key, "auto": "AutoModel", "modules": {path: ""}, "note": _OWN_IMAGES}
 
 
 def _find_module(whole: nn.Module, config: Any, otherwise: str) -> str:

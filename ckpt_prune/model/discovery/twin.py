@@ -103,7 +103,6 @@ _NUMBERS: dict[str, int] = {
     r"rotary_dim": 8,
     r"local_radius": 7,
     r"image_size": IMAGE,
-    r"num_position_embeddings": (IMAGE // PATCH) ** 2,
     r"pooling_kernel_size|spatial_merge_size|temporal_patch_size": MERGED,
     r"out_hidden_size": 136,
     r"base_channels": 32,
@@ -363,6 +362,10 @@ def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     ):
         if small.get(heads) and small.get(width):
             small[width] = inner // small[heads]
+    if "num_position_embeddings" in small and "spatial_merge_size" not in small:  # none is made of others (Molmo 2)
+        small["num_position_embeddings"] = (IMAGE // small["patch_size"]) ** 2
+    if small.get("max_num_tiles"):  # all of them are tokens of one image
+        small["patch_size"] = IMAGE // 2
     if small.get("pixel_shuffle_ratio"):  # what reads shuffled patches is as wide as the MLPs of blocks (Llama 4)
         small["intermediate_size"] = int(hidden / small["pixel_shuffle_ratio"] ** 2)
     if small.get("model_type") == "mamba2":

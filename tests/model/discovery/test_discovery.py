@@ -114,6 +114,12 @@ def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
             "mixer.out_proj: one norm covers all columns of mixer.out_proj: with fewer of them it scales "
             "those that stay differently",
         ),
+        (
+            ("glm4v_vision", "Glm4vVisionModel"),
+            "no space of Glm4vVisionModel is proven: heads: the heads of glm4v_vision are always as wide together as "
+            "the hidden size, or its class counts them otherwise; mlp: its config key also states a width of "
+            "downsample, outside the blocks",
+        ),
     ],
 )
 def test_a_class_without_proven_spaces_is_refused(named, reason):

@@ -34,7 +34,12 @@ def test_modules_of_a_text_part_are_found_by_their_classes(model_type, modules):
 
 @pytest.mark.parametrize(
     ("model_type", "module"),
-    [("gemma3", "model.vision_tower"), ("idefics2", "model.vision_model"), ("qwen3_vl", "model.visual")],
+    [
+        ("gemma3", "model.vision_tower"),
+        ("idefics2", "model.vision_model"),
+        ("qwen3_vl", "model.visual"),
+        ("vision-encoder-decoder", "encoder"),
+    ],
 )
 def test_towers_are_found_by_their_configs(model_type, module):
     assert found(model_type).parts["vision"].modules == {module: ""}
@@ -46,10 +51,28 @@ def test_what_has_no_tower_says_so():
     assert parts.refused == {"vision": "it has no tower: what it makes of images goes into its text part at once"}
 
 
-def test_what_has_two_towers_of_one_config_says_so():
-    assert found("video_llava").refused["vision"] == (
-        "model.video_tower and model.image_tower have one config, and would have to keep as many units"
-    )
+@pytest.mark.parametrize(
+    ("model_type", "part", "reason"),
+    [
+        (
+            "video_llava",
+            "vision",
+            "model.video_tower and model.image_tower have one config, and would have to keep as many units",
+        ),
+        (
+            "florence2",
+            "vision",
+            "it has blocks in 4 stages of their own widths, and stages inside a part are not pruned",
+        ),
+        (
+            "vision-encoder-decoder",
+            "text",
+            "its blocks read what the tower makes of an image, and no pairs of an image and its text are read",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_pruned_say_why(model_type, part, reason):
+    assert found(model_type).refused == {part: reason}
 
 
 @pytest.mark.parametrize("find", [find_composite, discover])
