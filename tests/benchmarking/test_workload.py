@@ -1,6 +1,7 @@
 """Workloads that two models can both be timed on."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from ckpt_prune.benchmarking.workload import ModelInputs, Workload, choose_workloads, read_model_inputs
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.options.graphs import TaskName
-from tests import encoders, families
+from tests import encoders, families, refusals
 
 
 def text(
@@ -30,10 +31,7 @@ def choose(a: ModelInputs, b: ModelInputs, *, batches=(1,), tokens=None, steps=N
     return choose_workloads([a, b], ["dense", "pruned"], batches=batches, tokens=tokens, steps=steps)
 
 
-def refusal(*args, **options) -> str:
-    with pytest.raises(UserError) as caught:
-        choose(*args, **options)
-    return str(caught.value)
+refusal = partial(refusals.refusal, choose)
 
 
 def lengths(context: int | None, **options: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.side_files import carried_files, find_side_files
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_reported
+from tests.refusals import refusal
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
 
@@ -36,12 +38,7 @@ def test_tensors_are_equal_if_all_their_pieces_are(tmp_path: Path, monkeypatch: 
     assert not checkpoint.equal("one", "short")
 
 
-def message_of(folder: Path) -> str:
-    with pytest.raises(UserError) as error:
-        Checkpoint.open(folder)
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+message_of = partial(refusal, Checkpoint.open)
 
 
 @pytest.fixture
@@ -217,9 +214,7 @@ class TestRefusals:
             "holds; download that as well"
         )
         assert message_of(sharded) == message
-        with pytest.raises(UserError) as caught:
-            load_reported(sharded)
-        assert str(caught.value) == message
+        assert refusal(load_reported, sharded) == message
         (sharded / SECOND).unlink()
         assert message_of(sharded) == (
             f"{sharded} has shards ({FIRST}) and no model.safetensors.index.json, which says what each holds; "
@@ -297,9 +292,7 @@ def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_pa
     (tmp_path / "secret").write_text("private")
     link = single / "notes.txt"
     link.symlink_to("../secret")
-    with pytest.raises(UserError) as error:
-        find_side_files(single)
-    assert str(error.value) == (
+    assert refusal(find_side_files, single) == (
         f"{link} is a link out of its folder, and what it leads to would be in the output; put the file itself there, "
         "or remove the link"
     )
@@ -339,9 +332,7 @@ class TestCheckFinite:
         bad[0, 0], bad[4, 8], bad[2, 3] = float("nan"), float("inf"), -float("inf")
         tensors = {"a": torch.ones(2).to(dtype), "b": bad.to(dtype, copy=True), "c": bad.to(dtype, copy=True)}
         folder = save_single(tmp_path / "bad", tensors)
-        with pytest.raises(UserError) as error:
-            Checkpoint.open(folder).check_finite()
-        assert str(error.value) == (
+        assert refusal(Checkpoint.open(folder).check_finite) == (
             f"{folder / 'model.safetensors'}: tensor 'b' has 3 NaN or Inf among 45 elements; "
             "download it again or repair it"
         )

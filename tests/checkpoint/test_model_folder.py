@@ -11,6 +11,7 @@ from huggingface_hub import errors
 
 from ckpt_prune.checkpoint.model_folder import check_output_folder, model_name, resolve_model
 from ckpt_prune.common.errors import UserError
+from tests.refusals import refusal
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -70,9 +71,7 @@ def test_what_is_mistyped_is_not_asked_of_the_hub(
     if message is None:
         assert resolve_model(model) == Path(model)
         return
-    with pytest.raises(UserError) as error:
-        resolve_model(model)
-    assert str(error.value).startswith(message.format(here=tmp_path))
+    assert refusal(resolve_model, model).startswith(message.format(here=tmp_path))
 
 
 def test_a_name_that_the_hub_does_not_know_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,9 +79,7 @@ def test_a_name_that_the_hub_does_not_know_either(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     refuse(monkeypatch, http(errors.RepositoryNotFoundError))
-    with pytest.raises(UserError) as error:
-        resolve_model("outt")
-    assert str(error.value) == (
+    assert refusal(resolve_model, "outt") == (
         "outt is neither a folder nor a Hub repository you can read (did you mean out?); "
         "check the name, or run `hf auth login` if it is private"
     )
@@ -157,9 +154,7 @@ def test_only_data_files_of_the_top_level_and_of_modules_are_asked_for(
 def test_every_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     refuse(monkeypatch, error)
-    with pytest.raises(UserError) as raised:
-        resolve_model("org/m")
-    assert str(raised.value) == message
+    assert refusal(resolve_model, "org/m") == message
 
 
 def test_offline_and_not_cached(tmp_path: Path) -> None:

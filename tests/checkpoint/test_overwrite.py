@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, WEIGHT_
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, refuse_inside
 from ckpt_prune.checkpoint.swap import swap
-from ckpt_prune.common.errors import UserError
+from tests.refusals import refusal
 
 MINE = {"notes.txt": "mine", "mine/deep/thesis.tex": "years", "mine/config.json": "not the tool's"}
 GRAPH = {"model.onnx": "graph", "config.json": "of the graph"}
@@ -53,13 +53,6 @@ def replacing(out: Path, files: dict[str, str] | None = None, **options: Any) ->
 
 def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-def refusal(action: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(UserError) as error:
-        action(*args, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 NEW = {"config.json": "new", "model.safetensors": "new"}

@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
+from tests.refusals import refusal
 
 from .folders import CONFIG, example_tensors, save_single, write_index
 
@@ -110,16 +111,12 @@ def test_another_scale_is_another_model_and_its_nan_is_found(tmp_path: Path) -> 
 )
 def test_scales_that_fit_nothing(tmp_path: Path, scale: Tensor, quantization: dict[str, Any], message: str) -> None:
     folder = fp8(tmp_path / "m", (5, 7), scale, quantization)
-    with pytest.raises(UserError) as error:
-        Checkpoint.open(folder)
-    assert str(error.value).startswith(f"{folder}: " + message.replace("{}", NAME))
+    assert refusal(Checkpoint.open, folder).startswith(f"{folder}: " + message.replace("{}", NAME))
 
 
 def test_no_scales(tmp_path: Path) -> None:
     folder = save_single(tmp_path / "m", {NAME: make_float8(5, 7)}, CONFIG | {"quantization_config": FP8})
-    with pytest.raises(UserError) as error:
-        Checkpoint.open(folder)
-    assert str(error.value) == (
+    assert refusal(Checkpoint.open, folder) == (
         f"{folder}: {NAME} is torch.float8_e4m3fn and has no scales ({NAME}_scale_inv); download it again"
     )
 
@@ -219,9 +216,7 @@ def test_the_checkpoint_that_a_card_names_is_the_remedy(tmp_path: Path, card: st
     config = CONFIG | {"quantization_config": {"quant_method": "gptq"}}
     folder = save_single(tmp_path / "m", example_tensors(), config)
     (folder / "README.md").write_text(f"---\n{card}\n---\nbase_model: not/this\n")
-    with pytest.raises(UserError) as error:
-        Checkpoint.open(folder)
-    assert str(error.value) == (
+    assert refusal(Checkpoint.open, folder) == (
         f"{folder} is quantised by GPTQ (quantization_config in config.json); its README.md names the checkpoint it "
         "was made from: `hf download org/plain`"
     )
@@ -248,9 +243,7 @@ def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> No
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError) as error:
-        Checkpoint.open(given)
-    assert str(error.value) == (
+    assert refusal(Checkpoint.open, given) == (
         "m/llama-Q4_K_M.gguf is a GGUF file: `ckpt-prune convert m/llama-Q4_K_M.gguf -o llama-Q4_K_M-checkpoint` "
         "makes a checkpoint of it, which this command takes"
     )

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ckpt_prune.checkpoint import locks
 from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND, OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.common.errors import DiskError, UserError
+from tests import refusals
 
 KINDS = [OUTPUT_KIND, EXPORT_KIND, FolderKind("sums.json", "a folder of sums", unfinished="dropped")]
 
@@ -20,10 +22,7 @@ def staging(out: Path, *, resume: bool = False, overwrite: bool = False, **more:
     return Staging(out, job="job", resume=resume, overwrite=overwrite, **more)
 
 
-def refusal(out: Path, **more: Any) -> str:
-    with pytest.raises(UserError) as error:
-        staging(out, **more)
-    return str(error.value)
+refusal = partial(refusals.refusal, staging)
 
 
 def folder(path: Path, record: str, files: list[str], **more: Any) -> Path:
@@ -124,9 +123,7 @@ def test_what_nobody_goes_on_with_is_dropped_without_asking(tmp_path):
 def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
     run = staging(tmp_path / "out", kind=EXPORT_KIND)
     folder(tmp_path / "out", EXPORT_KIND.record, ["model.onnx"])
-    with pytest.raises(UserError) as error:
-        run.__enter__()
-    assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it, or give another -o"
+    assert refusals.refusal(run.__enter__) == f"{tmp_path / 'out'} exists; --overwrite replaces it, or give another -o"
     assert not (tmp_path / "out.partial").exists()
 
 

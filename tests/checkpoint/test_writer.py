@@ -22,6 +22,7 @@ from ckpt_prune.checkpoint.shard import Stack
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
+from tests import refusals
 
 from .folders import CONFIG, example_tensors, layout_of, same, writing
 
@@ -62,12 +63,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def refusal(out: Path, files: Files | None = None, **options: bool) -> str:
     before = sorted(str(path) for path in out.parent.rglob("*"))
-    with pytest.raises(UserError) as error:
-        write_all(out, files or one_file(), **options)
+    line = refusals.refusal(write_all, out, files or one_file(), **options)
     assert sorted(str(path) for path in out.parent.rglob("*")) == before, "a refusal changed the disk"
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+    return line
 
 
 def leave_unfinished(

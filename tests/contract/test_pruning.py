@@ -3,7 +3,6 @@
 import pytest
 
 import ckpt_prune
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.model.spaces import expert_space
@@ -12,6 +11,7 @@ from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS
 from tests.families import contents
 from tests.pairs import first_of_each
+from tests.refusals import refusal
 
 from .dense import Dense, spaces_recipe
 from .models import ALIKE, LED, LONG, ODD_HEAD, Case, first_cases
@@ -129,9 +129,7 @@ def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> No
     for name in indivisible:
         spaces = {name: {**DEFAULTS[name], "optional": False}}
         recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
-        with pytest.raises(UserError) as caught:
-            prepare_plan(dense.request(case, recipe))
-        assert str(caught.value) == (
+        assert refusal(prepare_plan, dense.request(case, recipe)) == (
             f"recipe test prunes {name}, of which none can go in {case.model_type}: "
             f"{WHOLE[case.model_type, case.variant]}. Leave out spaces.{name}"
         )

@@ -16,6 +16,7 @@ from ckpt_prune.options.data import CalibrationOptions, EvaluationOptions
 from ckpt_prune.options.option import check_options
 from tests.cli.running import ok, read_refusal, run
 from tests.hub_server import Hub, Repo
+from tests.refusals import refusal
 from tests.shared_data import shared_data
 
 RAW = " \n = Title = \n \n One . \r\n\n"
@@ -95,9 +96,7 @@ def test_options_say_split_and_window():
     ],
 )
 def test_refusals(name, message):
-    with pytest.raises(UserError) as caught:
-        parse_text_name(Path(name))
-    assert str(caught.value) == message
+    assert refusal(parse_text_name, Path(name)) == message
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation import batches
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
+from tests import refusals
 from tests.encoders import SIZES, make, randomise, samples, stock
 
 VARIANTS = ["bert-model", "dinov2-model"]
@@ -60,11 +61,7 @@ def test_equals_the_oracle(pair, batch_tokens, monkeypatch):
     assert tokens == 6 * pair[2].tokens
 
 
-def refusal(*args) -> str:
-    with pytest.raises(UserError) as caught:
-        compare_features(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = partial(refusals.refusal, compare_features)
 
 
 def test_hidden_sizes_that_differ():

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import LoadReport, load_model, stock_load_report
 from ckpt_prune.modeling_pruned import PrunedLlamaForCausalLM
 from tests.evaluation.tiny import random_windows, tiny_llama
+from tests.refusals import refusal
 
 WINDOWS = random_windows(3, 8)
 
@@ -41,9 +41,7 @@ class TestLoadModel:
 
     def test_random_numbers_are_never_measured(self, folder):
         edit_tensors(folder, lambda tensors: [tensors.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (0, 1)])
-        with pytest.raises(UserError) as caught:
-            load_model(folder, device="cpu")
-        assert str(caught.value) == (
+        assert refusal(load_model, folder, device="cpu") == (
             f"{folder}: tensors are missing or of the wrong shape: model.layers.0.mlp.up_proj.weight and 1 more; "
             f"run `ckpt-prune verify {folder}` for all of them"
         )
@@ -60,9 +58,7 @@ class TestLoadModel:
     def test_foreign_remote_code_is_refused_and_not_run(self, folder, auto_map):
         edit_config(folder, auto_map=auto_map)
         (folder / "modeling.py").write_text("raise SystemExit('remote code was run')")
-        with pytest.raises(UserError) as caught:
-            load_model(folder, device="cpu")
-        assert str(caught.value) == (
+        assert refusal(load_model, folder, device="cpu") == (
             f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
             "where you have read and trust it, say --trust-remote-code"
         )
@@ -85,10 +81,7 @@ class TestLoadModel:
             ),
         ]:
             spoil()
-            with pytest.raises(UserError) as caught:
-                load_model(tmp_path, device="cpu")
-            assert str(caught.value).startswith(message)
-            assert "\n" not in str(caught.value)
+            assert refusal(load_model, tmp_path, device="cpu").startswith(message)
 
 
 class TestStockLoadReport:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.scoring.selection import select, select_ranked, standardise, units_kept
+from tests.refusals import refusal
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,7 @@ def test_of_widths_in_steps_the_nearest_is_taken(ratio, kept):
 
 
 def test_dropping_everything_is_refused():
-    with pytest.raises(UserError) as caught:
-        units_kept(4, 0.9, "ceil")
-    assert str(caught.value) == "ratio 0.9 would drop all 4 units of a space: at least one must stay"
+    assert refusal(units_kept, 4, 0.9, "ceil") == "ratio 0.9 would drop all 4 units of a space: at least one must stay"
 
 
 def test_ties_go_to_the_lower_index():

@@ -19,6 +19,7 @@ from ckpt_prune.measure.streams.drift import ResidualBlock
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
+from tests.refusals import refusal
 from tests.seq2seq import TYPES, write_model, write_pairs
 
 Stack = Literal["encoder", "decoder"]
@@ -128,9 +129,7 @@ FORM = 'each row must be {"source": "…", "target": "…"}'
 def test_rows_of_another_form_are_refused(row: object, says: str, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError) as caught:
-        read_pairs(file)
-    assert str(caught.value) == f"{file}, line 1: {says}"
+    assert refusal(read_pairs, file) == f"{file}, line 1: {says}"
 
 
 def test_no_rows_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.streams.recorders import HandedArguments, Recorders, sample_axis, token_axis
 from ckpt_prune.measure.streams.state_memory import allocate_in_memory
 from tests.pairs import every
+from tests.refusals import refusal
 from tests.undescribed import CONFIGS, blocks_of, make_model
 
 TOKENS = torch.randint(3, 64, (5, 6), generator=torch.Generator().manual_seed(1))
@@ -208,9 +209,7 @@ class OfTheBatch(Toy):
     ],
 )
 def test_blocks_that_do_not_run_one_by_one_are_refused(model: Toy, reason: str) -> None:
-    with pytest.raises(UserError) as caught:
-        record(model, model.layers, TOKENS)
-    assert str(caught.value) == f"blocks of toy cannot run one by one: {reason}"
+    assert refusal(record, model, model.layers, TOKENS) == f"blocks of toy cannot run one by one: {reason}"
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])

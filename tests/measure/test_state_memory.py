@@ -13,6 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.measure.streams import state_memory as module
 from ckpt_prune.measure.streams.state_memory import StateMemory
+from tests.refusals import refusal
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -111,9 +112,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
     free = 64 * 64 * 4 - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert StateMemory(4096, tmp_path / "absent")((32, 32), torch.float32).shape == (32, 32)
-    with pytest.raises(UserError) as error:
-        StateMemory(0, tmp_path)((64, 64), torch.float32)
-    assert str(error.value) == (
+    assert refusal(StateMemory(0, tmp_path), (64, 64), torch.float32) == (
         f"{tmp_path} has {human_bytes(free)} free and hidden states beyond --state-memory need 64.0 MiB; free space or "
         "choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
     )

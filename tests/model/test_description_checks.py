@@ -11,6 +11,7 @@ from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, load_family, parse_family
 from ckpt_prune.model.short_forms import shorten_description
 from tests.contract.models import CASES
+from tests.refusals import refusal
 
 LLAMA = next(case for case in CASES if case.model_type == "llama")
 CONFIG = json.loads(LLAMA.config.to_json_string(use_diff=False))
@@ -129,9 +130,7 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
 )
 def test_a_wrong_key_is_named(description: dict[str, Any], message: str) -> None:
     config = CONFIG | {"attention_bias": "q_proj of LlamaForCausalLM" in message, "mlp_bias": "up_proj of" in message}
-    with pytest.raises(UserError) as error:
-        check_description(parse_family(json.dumps(description)), config)
-    assert str(error.value).startswith(message)
+    assert refusal(lambda: check_description(parse_family(json.dumps(description)), config)).startswith(message)
 
 
 def test_a_dimension_may_have_names_that_the_config_lacks() -> None:
@@ -167,9 +166,7 @@ def test_rows_of_rotary_pairs_are_of_queries_then_of_keys(modules: list[str]) ->
     description = described_as(
         spaces=SPACES | {"rotary": SPACES["rotary"] | {"rows": [rows[name] for name in modules]}}
     )
-    with pytest.raises(UserError) as error:
-        check_description(parse_family(json.dumps(description)), CONFIG)
-    assert str(error.value) == (
+    assert refusal(check_description, parse_family(json.dumps(description)), CONFIG) == (
         f"spaces.rotary.rows: rows are of self_attn.q_proj, then of self_attn.k_proj, not of {', '.join(modules)}"
     )
 
@@ -191,9 +188,7 @@ def test_rows_of_rotary_pairs_are_of_queries_then_of_keys(modules: list[str]) ->
     ],
 )
 def test_an_invalid_description_is_refused(description: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_family(json.dumps(description))
-    assert str(error.value).startswith(message)
+    assert refusal(parse_family, json.dumps(description)).startswith(message)
 
 
 def test_a_config_that_carries_another_familys_description() -> None:

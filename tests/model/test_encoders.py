@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.supported import declared_family
+from tests import refusals
 from tests.encoders import HIDDEN, VARIANTS, edit_files, make, stock
 from tests.pairs import one_of
 
@@ -35,10 +35,7 @@ def folders(tmp_path_factory):
 
 
 def refusal(folder) -> str:
-    model = Model.open(folder)
-    with pytest.raises(UserError) as caught:
-        check_source(model)
-    return str(caught.value)
+    return refusals.refusal(check_source, Model.open(folder))
 
 
 @pytest.mark.parametrize("variant", PUBLISHED)

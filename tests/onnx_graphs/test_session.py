@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.session import OnnxModel, complete_inputs, open_session
 from tests.graphs import Exported
+from tests.refusals import refusal
 
 from .exports import Text, in_pytorch, make_exports, pixels
 
@@ -151,22 +152,16 @@ def test_a_closed_graph_holds_nothing(exported):
 @pytest.mark.parametrize("content", [b"", b"no graph", b"\x08\x0a" * 40])
 def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "model.onnx").write_bytes(content)
-    with pytest.raises(UserError) as error:
-        open_session(tmp_path / "model.onnx")
-    message = str(error.value)
+    message = refusal(open_session, tmp_path / "model.onnx")
     assert message.startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
-    assert "\n" not in message
 
 
 def test_inputs_that_the_graph_cannot_take_are_refused(exported):
     graph = OnnxModel(exported("llama-gqa-tied")[1])
-    with pytest.raises(UserError) as error:
-        graph.run(complete_inputs({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1))
-    message = str(error.value)
-    assert message.startswith(
+    feed = complete_inputs({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1)
+    assert refusal(graph.run, feed).startswith(
         "onnxruntime cannot run the graph on attention_mask [1, 1], position_ids [1, 1], input_ids [1, 1], "
     )
-    assert "\n" not in message
     image = OnnxModel(exported("dinov2-model")[1])
     with pytest.raises(UserError, match=r"^onnxruntime cannot run the graph on pixel_values \[1, 3, 8, 8\]: "):
         image.run({"pixel_values": torch.zeros(1, 3, 8, 8)})

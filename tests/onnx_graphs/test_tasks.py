@@ -2,9 +2,8 @@
 
 import pytest
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.tasks import GraphTask, choose_task, remove_head
-from tests import encoders, families
+from tests import encoders, families, refusals
 
 from .exports import graphs
 
@@ -42,9 +41,7 @@ def test_the_task_of_a_class(model_type, architecture, name, modality):
 
 
 def refusal(model_type: str, architecture: str, **options) -> str:
-    with pytest.raises(UserError) as error:
-        choose_task(config(model_type, architecture), **options)
-    return str(error.value)
+    return refusals.refusal(choose_task, config(model_type, architecture), **options)
 
 
 def test_a_class_that_nothing_is_known_of():

@@ -12,10 +12,10 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.checks import verify_graph
 from ckpt_prune.onnx.proof import validate
 from ckpt_prune.onnx.samples import ProofSamples
+from tests.refusals import refusal
 
 from .exports import make_exports
 
@@ -214,9 +214,7 @@ def test_damaged_records_are_refused(folder):
     (folder / "validation.json").write_text("{")
     assert failures(folder) == {"validation": f"{folder / 'validation.json'} is damaged: validate again"}
     (folder / "ckpt_prune_onnx.json").write_text("{}")
-    with pytest.raises(UserError) as error:
-        verify_graph(folder)
-    assert str(error.value) == f"{folder / 'ckpt_prune_onnx.json'} is damaged: export again"
+    assert refusal(verify_graph, folder) == f"{folder / 'ckpt_prune_onnx.json'} is damaged: export again"
 
 
 # ---- what it is of -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.parallel import group as module
 from ckpt_prune.parallel.group import Group, add_in_order
 from tests.parallel.threads import in_threads
+from tests.refusals import refusal
 
 
 def numbers(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -80,9 +81,7 @@ def test_who_differs_is_named():
 
 
 def test_more_processes_than_samples_are_refused():
-    with pytest.raises(UserError) as caught:
-        in_threads(3, lambda group: group.check_enough(2))
-    assert str(caught.value) == (
+    assert refusal(in_threads, 3, lambda group: group.check_enough(2)) == (
         "3 processes cannot share 2 samples: every one needs at least one; start fewer, or take more samples"
     )
     assert in_threads(3, lambda group: group.check_enough(3)) == [None] * 3

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages.recipe_files import load_recipe
+from tests import refusals
 
 GOOD = """\
 version: 1
@@ -29,7 +27,4 @@ def write(folder: Path, text: str) -> Path:
 
 
 def refusal(path, *args) -> str:
-    with pytest.raises(UserError) as caught:
-        load_recipe(str(path), *args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusals.refusal(load_recipe, str(path), *args)

@@ -15,6 +15,7 @@ from tests.encoders import columns_of
 from tests.families import contents, job_on, make, prune, recipe, stock, windows
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
+from tests.refusals import refusal
 from tests.stages.spaces.oracle import CONSUMERS, per_unit
 
 GRID = [0.01, 1.0, 100.0]
@@ -150,9 +151,7 @@ def test_ties_go_to_the_larger_strength_and_overflows_are_never_chosen(sources, 
 
 def test_strengths_that_all_overflow_are_refused(sources, monkeypatch, tmp_path):
     job = searching(sources, monkeypatch, [1e9, math.nan, math.inf])
-    with pytest.raises(UserError) as caught:
-        prune(job, tmp_path / "out")
-    assert str(caught.value) == (
+    assert refusal(prune, job, tmp_path / "out") == (
         "no lambda of the grid (0.01, 1, 100) gives a finite perplexity on the calibration text: "
         "drop less, or try other values with lambda_grid"
     )
@@ -175,9 +174,7 @@ def test_a_report_has_null_where_a_perplexity_overflowed(sources, monkeypatch, t
 )
 def test_a_job_that_lacks_something_is_refused(sources, full_recipe, how, message):
     statistics = sources.statistics("llama", **how) if how else None
-    with pytest.raises(UserError) as caught:
-        job_on(sources.folder("llama"), full_recipe, statistics)
-    assert str(caught.value).startswith(message)
+    assert refusal(job_on, sources.folder("llama"), full_recipe, statistics).startswith(message)
 
 
 def test_an_output_over_the_source_is_refused(sources):

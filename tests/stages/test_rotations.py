@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.model.containers.rope_keys import state_rope
@@ -29,7 +29,7 @@ from ckpt_prune.stages.rotation import learner as rotations
 from ckpt_prune.stages.rotation.descent import LearnedRotations, RotationProblem
 from ckpt_prune.stages.rotation.run import learner_of
 from ckpt_prune.stages.shared.moments import open_moments
-from tests import encoders, families
+from tests import encoders, families, refusals
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
@@ -229,12 +229,7 @@ def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, recipe: FullRecipe) -> str:
-    with pytest.raises(UserError) as error:
-        encoders.job_on(folder, recipe)
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+refusal = partial(refusals.refusal, encoders.job_on)
 
 
 def test_modules_between_blocks_are_not_pruned_again(turned):
@@ -262,9 +257,7 @@ def without_gain(folder: Path, *, bias: float) -> Path:
 def test_a_bias_where_the_final_gain_is_zero(tmp_path, monkeypatch):
     random_rotations(monkeypatch)
     folder = without_gain(tmp_path / "biased", bias=0.5)
-    with pytest.raises(UserError) as error:
-        prune(encoders.job_on(folder, rotating("shared")), tmp_path / "out")
-    assert str(error.value) == (
+    assert refusals.refusal(lambda: prune(encoders.job_on(folder, rotating("shared")), tmp_path / "out")) == (
         "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
         "rotation kind values or per-layer leaves it alone"
     )

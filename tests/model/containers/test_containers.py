@@ -1,6 +1,7 @@
 """Which stock type an output is stored as, and that relabelling alone changes no logit."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.skeleton import parse_config
+from tests import refusals
 from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, model_of, prune, recipe, stock, windows
 from tests.pairs import every
 
@@ -87,10 +89,7 @@ def config_of(model_type, **changes):
     return {"model_type": model_type, **SIZES, **changes}
 
 
-def refusal(*args, **options) -> str:
-    with pytest.raises(UserError) as caught:
-        choose(*args, **options)
-    return str(caught.value)
+refusal = partial(refusals.refusal, choose)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.composites import Composite
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.discovery.parts import find_composite
+from tests.refusals import refusal
 
 
 def found(model_type: str) -> Composite:
@@ -78,9 +79,7 @@ def test_parts_that_cannot_be_pruned_say_why(model_type, part, reason):
 @pytest.mark.parametrize("find", [find_composite, discover])
 def test_a_whole_inside_another_is_named(find):
     inner = {"model_type": "qwen2_5_omni_thinker", "text_config": {}}
-    with pytest.raises(UserError) as refused:
-        find({"model_type": "qwen2_5_omni", "thinker_config": inner})
-    assert str(refused.value) == (
+    assert refusal(find, {"model_type": "qwen2_5_omni", "thinker_config": inner}) == (
         "the model of a qwen2_5_omni that reads text and images stands in its thinker_config: save that alone, by "
         "transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(MODEL).save_pretrained(OUT), beside "
         "it the tokenizer and processor, and prune OUT"

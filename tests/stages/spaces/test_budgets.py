@@ -36,6 +36,7 @@ from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, prune
 from tests.oracles import whole_best
 from tests.pairs import dealt, one_of
+from tests.refusals import refusal
 from tests.stages.whole import data_of, make_wide
 from tests.stored import Sources
 
@@ -372,9 +373,7 @@ def test_least_error_needs_statistics_and_the_metric(dense, tmp_path):
         "prints them"
     )
     bare = calibrate(folder, tmp_path / "bare")
-    with pytest.raises(UserError) as caught:
-        job_on(folder, make_recipe("llama"), bare)
-    assert str(caught.value) == (
+    assert refusal(job_on, folder, make_recipe("llama"), bare) == (
         f"{bare.folder} holds no Fisher metric, by which allocation least-error weighs errors: calibrate with "
         "--folds 4, or say --set weigh_by=energy"
     )

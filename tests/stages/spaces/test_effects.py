@@ -3,14 +3,13 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.family import Family
@@ -18,7 +17,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
-from tests import encoders, families
+from tests import encoders, families, refusals
 from tests.families import BLOCKS
 from tests.oracles import closed_forms, logits, values
 from tests.oracles import effects as oracle
@@ -200,11 +199,7 @@ def test_effects_are_those_on_the_whole_model(dense, variant):
     assert_close(measured, measure_by_hand(dense.folder(variant), variant), 2e-4)
 
 
-def refusal(*args, **options) -> str:
-    with pytest.raises(UserError) as caught:
-        measure_variant(*args, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = partial(refusals.refusal, measure_variant)
 
 
 def test_statistics_that_lack_moments(dense, tmp_path):

@@ -13,6 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
+from tests import refusals
 from tests.contract.whole import Whole
 from tests.encoders import (
     BLOCKS,
@@ -131,11 +132,10 @@ def prune_variant(dense, variant, out, ratios, methods="none", **top):
 
 def refusal(dense, variant, ratios, methods="none", **top) -> str:
     out = dense.root / "never"
-    with pytest.raises(UserError) as caught:
-        prune_variant(dense, variant, out, ratios, methods, **top)
+    line = refusals.refusal(prune_variant, dense, variant, out, ratios, methods, **top)
     assert not out.exists()
     assert not out.with_name("never.partial").exists()
-    return str(caught.value)
+    return line
 
 
 STOCKLESS = (

@@ -34,6 +34,7 @@ from tests.contract.whole import TARGETS, outputs, record_states
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases, dealt, one_of
+from tests.refusals import refusal
 
 ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
 """Every token goes to one of four experts."""
@@ -301,9 +302,7 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
     )
     bare: dict[str, Any] = {"method": "ridge", "lambda": 0}
     few = {**later, "ratio": 0.25, "spaces": {"experts": {"score": "reap", "compensation": bare}}}
-    with pytest.raises(UserError) as caught:
-        prepare_plan(dense.request(TWO, FullRecipe.model_validate(few), TWO.samples(2)))
-    assert str(caught.value) == (
+    assert refusal(prepare_plan, dense.request(TWO, FullRecipe.model_validate(few), TWO.samples(2))) == (
         "ridge with lambda 0 needs at least 3 windows of 12 tokens for the 22 inputs of the last projection of each of "
         "3 experts, and there are 2: give more, or a lambda above 0"
     )
@@ -384,9 +383,7 @@ def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
 
 def test_latent_attention_is_refused_by_name() -> None:
     recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}
-    with pytest.raises(UserError) as caught:
-        check_spaces(LED.family, FullRecipe.model_validate(recipe))
-    assert str(caught.value) == (
+    assert refusal(check_spaces, LED.family, FullRecipe.model_validate(recipe)) == (
         "recipe test prunes heads where there is any, and this deepseek_v3 has none (heads: keys and values of all "
         "heads are made of one latent vector of a token, which every head that stays needs whole): nothing is left to "
         "do"
@@ -395,9 +392,7 @@ def test_latent_attention_is_refused_by_name() -> None:
 
 def refusal_of(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
     full_recipe = FullRecipe.model_validate({"version": 1, "name": "test", **recipe})
-    with pytest.raises(UserError) as caught:
-        prepare_plan(dense.request(case, full_recipe, case.samples()))
-    return str(caught.value)
+    return refusal(prepare_plan, dense.request(case, full_recipe, case.samples()))
 
 
 def test_what_experts_cannot_have_is_refused(tmp_path: Path) -> None:
