@@ -20,7 +20,8 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.model.config_only import checkpoint_of_config
-from ckpt_prune.model.descriptions import load_family
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, has_description, load_family
+from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.plan import prepare_plan
@@ -104,7 +105,9 @@ def make(folder: Path, variant: str = "llama", *, dtype: torch.dtype = torch.flo
 
 
 def model_of(raw: dict[str, Any]) -> Model:
-    """A model that is only a config."""
+    """A model that is only a config, with the description that is found for it if there is none."""
+    if not has_description(raw):
+        raw = raw | {OUTSIDE_KEY: discover(raw).description}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         return Model.of(checkpoint_of_config(Path(folder)))

@@ -52,13 +52,14 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     for block in range(model.blocks):
         attention = family.attention
         output = model.tensor(block, attention.output)
-        needed = (output, model.tensor(block, attention.key))
+        cached = attention.latent or attention.key
+        needed = (output, model.tensor(block, cached))
         is_here = all(name in shapes or factor_names(name)[0] in shapes for name in needed)
         if not is_here:
             continue  # it mixes tokens in another way, or not at all
         if attention.latent:
             keys, mixed = (
-                _whole(shapes, model.tensor(block, attention.key)),
+                _whole(shapes, model.tensor(block, cached)),
                 _whole(shapes, model.tensor(block, attention.output)),
             )
             flops += 2 * tokens**2 * (model.dimension("query_heads") * model.dimension("logits") + mixed[1][1])

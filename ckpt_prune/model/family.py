@@ -61,7 +61,7 @@ def inputs_of(spaces: Mapping[SpaceName, Space]) -> dict[str, tuple[str, ...]]:
     inputs: dict[str, tuple[str, ...]] = {}
     for space in _consumers(spaces):
         producers = tuple(each for each in dict.fromkeys(space.readers) if each not in space.elsewhere)
-        inputs |= {producers[0]: producers, space.consumer: (space.consumer,)}
+        inputs |= ({producers[0]: producers} if producers else {}) | {space.consumer: (space.consumer,)}
     return inputs
 
 
@@ -344,6 +344,11 @@ class Family(StrictModel):
         return {module.format(expert=n): (n, role) for n in numbers for module, role in roles.items()}
 
     @property
+    def keeps_divisors(self) -> bool:
+        """Whether no class, own code included, holds heads that do not divide the hidden size."""
+        return self.heads_divide_hidden and not (self.stand_ins or self.config_if_blocks_differ)
+
+    @property
     def labels(self) -> dict[str, str]:
         """Linear module of a block → its label in tables, the same in every family: q, k, v, o, gate, up or down.
 
@@ -353,7 +358,9 @@ class Family(StrictModel):
         attention = self.attention
         labels = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
         for name, space in self.consumers.items():
-            if name == "cross_heads":
+            if name == "heads":
+                labels |= {gate: "gate" for gate in space.readers if gate not in labels}
+            elif name == "cross_heads":
                 keys, values = space.elsewhere[0], space.elsewhere[-1]
                 labels |= {keys: "k", values: "v", space.readers[0]: "q", space.consumer: "o"}
             elif name == "linear_heads":
@@ -366,7 +373,7 @@ class Family(StrictModel):
 
     def linears_of(self, part: Literal["mlp", "attention"] | None) -> list[str]:
         """Return linear modules of a block: those of its attention, or of what stands in its place, others, or all."""
-        mixing = [space for name in _MIXING if (space := self.spaces.get(name)) is not None]
+        mixing = [space for name in ("heads", *_MIXING) if (space := self.spaces.get(name)) is not None]
         attention = {*self.attention.modules, *(module for space in mixing for module in space.modules)}
         return [each for each in self.linears if part is None or (each in attention) == (part == "attention")]
 

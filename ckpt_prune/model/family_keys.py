@@ -42,14 +42,18 @@ class Multiple(StrictModel):
 
 
 class Attention(StrictModel):
-    """The linear modules of a block's attention; some may be one and the same."""
+    """The linear modules of a block's attention; some may be one and the same.
+
+    If keys and values of all heads are made of one vector of a token, `latent` is the linear module that makes it, and
+    what it makes is cached in their place. The widths of the others need not be those of heads then.
+    """
 
     query: str
     key: str
     value: str
     output: str
     values: Incidence | None = None
-    latent: bool = False
+    latent: str | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -80,14 +84,10 @@ class Experts(StrictModel):
     biased: bool = False
     chosen: str
     groups: tuple[str, str] | tuple[()] = ()
-    experts_per_group_score: int = 2
-    groups_ignored_if: tuple[str, str] | tuple[()] = ()
 
     def grouping(self, config: Any) -> tuple[int, int]:
         """Return the router's number of groups of experts, and to how many of them it sends a token; (1, 1) if none."""
-        if not self.groups or (
-            self.groups_ignored_if and getattr(config, self.groups_ignored_if[0], None) == self.groups_ignored_if[1]
-        ):
+        if not self.groups:
             return 1, 1
         count, sent = (int(getattr(config, key) or 1) for key in self.groups)
         return count, sent

@@ -213,8 +213,14 @@ class Model:
     def stock_step(self, space: SpaceName) -> int:
         """Return what stock widths of a space are multiples of, where no code of its own can hold others.
 
-        A part of another model has none, and its config may state columns as so many times the width of the stream.
+        Some config classes refuse heads that do not divide the hidden size. A part of another model has no code of its
+        own, and its config may state columns as so many times the width of the stream.
         """
+        counted = self.family.spaces[space].config.get(next(iter(self.family.dimensions["query_heads"]), ""))
+        if self.family.keeps_divisors and counted is not None and self.family.spaces[space].fixed is None:
+            of_one, units = product(counted, self.dimension), self.family.spaces[space].count(self.dimension)
+            allowed = {count for count in range(1, units + 1) if self.dimension("hidden") % (count * of_one) == 0}
+            return next((step for step in range(1, units) if allowed.issuperset(range(step, units + 1, step))), units)
         multiple = self.family.multiples.get(self.family.spaces[space].units)
         if self.checkpoint.within is None or multiple is None or multiple.fraction or multiple.gated:
             return 1

@@ -304,8 +304,8 @@ class ConsumerSpace(ColumnEnd):
 
     A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
     A space that is `wider_than` another has the same linear modules in other blocks, with more columns there.
-    Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made, or
-    that too.
+    Linear modules that read something else than the first of `rows` are `elsewhere`: of cross-attention what the
+    encoder has made, or that too, and of latent attention a latent vector.
     """
 
     part_of: SpaceName | None = None

@@ -15,7 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
-from ckpt_prune.model.descriptions import known_families, load_family, variants_of
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, known_families, load_family, parse_family, variants_of
+from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton
 from ckpt_prune.model.spaces import recipe_space
@@ -73,8 +74,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "position_biased_input": False,
     },
     "electra": {"embedding_size": 8},
-    "deepseek_v3": LATENT | {"n_group": 1, "topk_group": 1, "q_lora_rank": 12},
-    "deepseek_v2": LATENT | {"q_lora_rank": None},
+    "deepseek_v3": LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 12},
+    "deepseek_v2": LATENT | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": None},
     **{name: {"pad_token_id": 1} for name in OFFSET},
 }
 """What the published config.json of a family says, and its class's defaults do not."""
@@ -107,7 +108,9 @@ class Case:
 
     @cached_property
     def described(self) -> Family:
-        return load_family(self.model_type, self.variant).of(self.architecture)
+        if self.model_type not in FOUND:
+            return load_family(self.model_type, self.variant).of(self.architecture)
+        return parse_family(json.dumps(found_description(self.model_type)))
 
     @cached_property
     def family(self) -> Family:
@@ -204,7 +207,8 @@ class Case:
     def ratio(self, space: str) -> float:
         """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
         ratios = {
-            "heads": 1 / self.units("heads") if space == "heads" else 0,
+            # The heads of deepseek_v2 divide the hidden size.
+            "heads": (2 if self.model_type == "deepseek_v2" else 1) / self.units("heads") if space == "heads" else 0,
             "queries": 0.5,
             "mlp": 0.25,
             "dense": 0.25,
@@ -228,12 +232,17 @@ class Case:
     def published_config(self) -> dict[str, Any]:
         """The config.json of its checkpoint."""
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
-        return values | {"architectures": [self.architecture]}
+        values["architectures"] = [self.architecture]
+        return values | ({OUTSIDE_KEY: found_description(self.model_type)} if self.model_type in FOUND else {})
 
     def write(self, folder: Path) -> Path:
         """Save the model as it is published: by the stock class, with a tokenizer or image processor."""
         with quiet_transformers():
             self.model().save_pretrained(folder)
+        if self.model_type in FOUND:
+            path = folder / "config.json"
+            with_description = json.loads(path.read_text()) | {OUTSIDE_KEY: found_description(self.model_type)}
+            path.write_text(json.dumps(with_description))
         if self.family.modality == "image":
             write_processor(folder, size={"height": IMAGE, "width": IMAGE})
         else:
@@ -255,14 +264,26 @@ class Case:
         return model.get_submodule(f"{self.family.layers}.{index}")
 
 
+FOUND = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+"""Types without a description, whose spaces are found: attention whose keys and values are made of a latent vector."""
+
+
+@cache
+def found_description(model_type: str) -> dict[str, Any]:
+    """Return the description that discovery finds, which outputs carry in their config."""
+    config = AutoConfig.for_model(model_type, **PUBLISHED[model_type] | {"first_k_dense_replace": 1})
+    return discover(config.to_dict() | {"architectures": [FOUND[model_type]]}).description
+
+
 def cases() -> list[Case]:
-    """Every class of every family, in every variant."""
-    return [
+    """Every class of every family, in every variant, and of types that are found."""
+    described = [
         Case(model_type, architecture, variant)
         for model_type in known_families()
         for variant in (None, *variants_of(model_type))
         for architecture in load_family(model_type, variant).architectures
     ]
+    return described + [Case(*found) for found in FOUND.items()]
 
 
 CASES = cases()

@@ -20,7 +20,7 @@ from .models import LED, Case, first_cases
 
 
 def model_of(case: Case, folder: Path, **changes: Any) -> Model:
-    raw = case.config.to_dict() | {"architectures": [case.architecture]} | changes
+    raw = case.published_config | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return Model.of(checkpoint_of_config(folder))
 

@@ -245,7 +245,7 @@ def _check_block(
             f"token to {chosen} ({experts.chosen} in config.json): keep as many"
         )
     groups, sent = experts.grouping(model.config)
-    least = max(experts.experts_per_group_score, -(-chosen // sent)) * groups
+    least = max(2, -(-chosen // sent)) * groups  # routers rate a group by its two best experts
     if groups > 1 and (kept % groups or kept < least):
         key = next(iter(experts.groups))
         raise UserError(

@@ -430,13 +430,13 @@ class Describer:
                 path, _, kind = name.rpartition(".")
                 if tensor.dim() > 1 and path not in ends | makers:
                     place = self.on_disk(run, path) if kind == "weight" else self.on_disk(run, name, "")
-                    return dict.fromkeys(("query", "key", "value", "output"), place) | {"latent": True}
+                    return dict.fromkeys(("query", "key", "value", "output", "latent"), place)
         run, own = traces[0]
         if not makers or not mixes_tokens(run):
             raise UserError(f"{self.twin.architecture} has MLPs alone as blocks: its attention stands outside them")
         # Tokens mix without weights (FNet): what makes the columns of an MLP stands for what mixes them.
         place = self.on_disk(run, own[0].producers[0])
-        return dict.fromkeys(("query", "key", "value", "output"), place) | {"latent": True}
+        return dict.fromkeys(("query", "key", "value", "output", "latent"), place)
 
     def _heads(self, run: BlockRun, trace: Trace, heads: str) -> tuple[dict[str, Any], str | None]:
         """Return the modules of one way to mix tokens; add its heads, or say why there are none."""
@@ -449,10 +449,9 @@ class Describer:
         self.dimensions.setdefault("head_dim", ["head_dim"])
         shared = [path for path, depends in trace.rows.items() if is_shared(depends)]
         if any(bool(trace.across[path].any()) for path in shared) and roles["query"] not in shared:
-            attention |= dict.fromkeys(("query", "key", "value"), self.on_disk(run, shared[0])) | {"latent": True}
+            attention["latent"] = self.on_disk(run, shared[0])
             self.add_dimension("logits", 0, ["qk_head_dim", "qk_nope_head_dim", "head_dim"])
-            return attention, "keys and values of all heads are made of one latent vector of a token"
-        if shared:
+        elif shared:
             return (
                 attention,
                 "one norm covers all of its heads: with fewer of them it scales those that stay differently",
@@ -461,7 +460,7 @@ class Describer:
             return attention, None
         if count in (1, len(unit)) or len(unit) % count or not 1 < count <= self.twin.sizes.heads:
             return attention, "its heads depend on one another"
-        return attention, self._add_heads(run, trace, unit, count, heads)
+        return attention, self._add_heads(run, trace, unit, count, heads, is_latent="latent" in attention)
 
     def _add_sharing_heads(self, run: BlockRun, trace: Trace, heads: str) -> bool:
         """Add query heads that all read one head of keys and values (multi-query attention); False if none do."""
@@ -479,7 +478,9 @@ class Describer:
         self._count_heads(run, trace, count, sizes)
         return True
 
-    def _add_heads(self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, heads: str) -> str | None:
+    def _add_heads(
+        self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, heads: str, *, is_latent: bool
+    ) -> str | None:
         queries = {path: ~trace.across[path] for path in trace.producers}
         inner = join_units(trace, queries)
         group = (int(inner.max()) + 1) // count
@@ -496,12 +497,15 @@ class Describer:
         places = self._places(run, trace, unit, count, named)
         if places is None:
             return "its heads lie in an order that a description cannot say"
+        hidden = run.states.shape[-1]
+        of_latents = [path for path in trace.producers if run.block.get_parameter(f"{path}.weight").shape[-1] != hidden]
+        elsewhere = trace.twice or (of_latents if is_latent else [])
         self.spaces["heads"] = {
             "units": "kv_heads",
             **places,
-            "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
+            "config": {heads: ["group"], kv_key: []} if group > 1 else self._counted_alike(heads),
             **({"same_units": True} if self._has_table_for_all(run, trace, unit, count) else {}),
-            **({"elsewhere": [self.on_disk(run, path) for path in trace.twice]} if trace.twice else {}),
+            **({"elsewhere": [self.on_disk(run, path) for path in elsewhere]} if elsewhere else {}),
             **self._effect(run, trace),
         }
         self.spaces["heads"] |= self._attributes(run, trace, self.spaces["heads"], sizes)
@@ -511,6 +515,12 @@ class Describer:
             self.spaces["queries"] = {"units": "group", **within, "config": {heads: ["kv_heads"]}}
             self.spaces["queries"] |= self._attributes(run, trace, self.spaces["queries"], sizes)
         return None
+
+    def _counted_alike(self, heads: str) -> dict[str, list[str]]:
+        """Return the config keys that count heads of which each has keys and values of its own."""
+        numbers, count = self.whole_numbers.items(), self.whole_numbers[heads]
+        alike = [key for key, value in numbers if value == count and re.fullmatch(KEYS["groups"], key)]
+        return {key: [] for key in (heads, *alike)}
 
     def _count_heads(self, run: BlockRun, trace: Trace, count: int, sizes: Mapping[str, int]) -> None:
         """Note which numbers of attention's modules may count heads, of which own code has fewer."""

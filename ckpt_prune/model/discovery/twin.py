@@ -83,7 +83,8 @@ _NUMBERS: dict[str, int] = {
     r"linear_value_head_dim": 12,
     r"qk_nope_head_dim": 18,
     r"qk_rope_head_dim": 8,
-    r"v_head_dim|index_head_dim": 16,
+    r"v_head_dim": 22,
+    r"index_head_dim": 34,
     r"index_n_heads|index_topk_blocks|num_codebooks": 2,
     r"q_lora_rank|kv_lora_rank|laurel_rank|adapter_rank|gated_norm_rank|\w+_lora_rank": 28,
     r"index_topk|indexer_budget": 16,
@@ -163,8 +164,10 @@ def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dict[str, Any], Sizes]]:
     """Yield configs to try: first with every size free, then with those that classes derive or check against others."""
-    full = _listed(parse_config(dict(config)).to_dict())
+    parsed = parse_config(dict(config))
+    full = _listed(parsed.to_dict())
     full.pop("auto_map", None)
+    may_state_head = "head_dim" not in parsed.attribute_map  # by which latent attention means a part of a head
     divided = {"head": sizes.hidden // sizes.heads}
     alone = {"groups": sizes.heads}
     even = {"heads": 12, "groups": 2}  # some classes halve groups, or have twice as many in some blocks
@@ -172,7 +175,7 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
         for changes in ({}, divided, alone, divided | alone, even):
             changed = replace(sizes, **changes)
             small = _shrunk(full, vars(changed), keeps_lists)
-            if "num_attention_heads" in small and small.get("head_dim") is None:
+            if may_state_head and "num_attention_heads" in small and small.get("head_dim") is None:
                 yield small | {"head_dim": changed.head}, changed  # many classes read it from a config
             if fills:  # defaults that a published config states and the class does not
                 small |= {key: fill_in(key, value, vars(changed)) for key, value in small.items()}
@@ -190,7 +193,7 @@ def fill_in(key: str, value: Any, roles: Mapping[str, int]) -> Any:
     """Return a number for a config key that has none, if its name says of which size it is; also inside configs."""
     if isinstance(value, dict):
         return {inner: fill_in(inner, own, roles) for inner, own in value.items()}
-    if value is not None or key.endswith(("_token_id", "layers")):
+    if value is not None or key.endswith(("_token_id", "layers", "_lora_rank")):
         return value
     number = _small_number(key, 10**6, roles)
     return None if number == 10**6 else number

@@ -23,7 +23,6 @@ from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.report import find_report
-from ckpt_prune.stages.spaces.checks import check_spaces
 from ckpt_prune.stages.spaces.pruner import SWEEPS
 from ckpt_prune.stages.spaces.show import warn_of_sites
 from ckpt_prune.verification.verify import verify
@@ -381,13 +380,10 @@ def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
     )
 
 
-def test_latent_attention_is_refused_by_name() -> None:
-    recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}
-    assert refusal(check_spaces, LED.family, FullRecipe.model_validate(recipe)) == (
-        "recipe test prunes heads where there is any, and this deepseek_v3 has none (heads: keys and values of all "
-        "heads are made of one latent vector of a token, which every head that stays needs whole): nothing is left to "
-        "do"
-    )
+def test_heads_that_must_divide_the_hidden_size_go_by_steps(dense: Dense) -> None:
+    """Of 4 heads of a hidden size of 16 the class of deepseek_v2 takes 4, 2 or 1, and that of deepseek_v3 any."""
+    steps = {case.model_type: dense.model(case).stock_step("heads") for case in (BY_BEST, BY_TWO_BEST)}
+    assert steps == {"deepseek_v2": 2, "deepseek_v3": 1}
 
 
 def refusal_of(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
