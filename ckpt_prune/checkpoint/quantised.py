@@ -58,6 +58,9 @@ def refuse_gguf(path: Path) -> None:
     if is_gguf(file):
         command = shlex.join(["ckpt-prune", "convert", str(file), "-o", f"{file.stem}-checkpoint"])
         message = f"{file} is a GGUF file: `{command}` makes a checkpoint of it, which this command takes"
+        message += (
+            f"; `ckpt-prune validate {shlex.quote(str(file))} --against MODEL` compares it with MODEL in llama.cpp"
+        )
         raise GgufFileError(message, file)
 
 

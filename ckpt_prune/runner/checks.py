@@ -4,10 +4,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.samples.choose import asked_data
 from ckpt_prune.measure.samples.pairs import read_pairs, reads_pairs
 from ckpt_prune.model.composites import is_encoder_decoder
 from ckpt_prune.model.containers.checking import check_source
-from ckpt_prune.model.family import DATA_OPTIONS, Modality
+from ckpt_prune.model.family import Modality
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.supported import read_model_config
 from ckpt_prune.options.commands import CalibrateOptions, PruneOptions
@@ -57,10 +58,10 @@ def check_pairs(options: CalibrateOptions | PruneOptions, recipe: Recipe | None 
 
 
 def _lacking_data(recipe: Recipe, modality: Modality) -> str:
-    data, name = DATA_OPTIONS[modality], recipe.name
+    data, name = asked_data(modality), recipe.name
     if any(keys.trains for keys in recipe.stages):
         return f"recipe {name} needs samples to be measured and recovered on: give {data}"
-    return f"recipe {name} needs statistics: give --statistics, or {data} to measure them"
+    return f"recipe {name} needs statistics: give {data} to measure them, or --statistics STATS"
 
 
 def check_data(prepared: Prepared) -> None:

@@ -177,7 +177,8 @@ def wider_choice(prepared: Prepared) -> str | None:
     losses = prepared.decisions.losses
     beginning = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
     exported = recipe.runs_on and all(RUNTIMES[name].export for name in recipe.runs_on)  # which reads no code
-    remote = "" if exported else ", and need remote code"
+    has_code = prepared.container_known and prepared.output.container.remote_class is not None
+    remote = "" if exported or has_code else ", and need remote code"
     if losses is None:
         return f"{beginning} less{remote}"
     if losses.chosen - losses.per_block <= _ALIKE * losses.chosen:

@@ -245,7 +245,8 @@ def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> No
     (tmp_path / "m" / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
     assert refusal(Checkpoint.open, given) == (
         "m/llama-Q4_K_M.gguf is a GGUF file: `ckpt-prune convert m/llama-Q4_K_M.gguf -o llama-Q4_K_M-checkpoint` "
-        "makes a checkpoint of it, which this command takes"
+        "makes a checkpoint of it, which this command takes; `ckpt-prune validate m/llama-Q4_K_M.gguf --against MODEL` "
+        "compares it with MODEL in llama.cpp"
     )
 
 

@@ -83,7 +83,7 @@ def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
 
 def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
     assert read_refusal(*ENCODER, "-o", "out").endswith(
-        "needs statistics: give --statistics, or --audio to measure them"
+        "needs statistics: give --audio DIR to measure them, or --statistics STATS"
     )
     Path("text.txt").write_text("what")
     assert read_refusal(*ENCODER, "--text", "text.txt", "-o", "out") == (

@@ -345,7 +345,8 @@ def test_data_are_refused_before_spaces_are_proven(words: tuple[str, ...], monke
     monkeypatch.setattr(discover, "discover", None)
     Path("calib.txt").write_text("w1 w2 w3")
     calibrate, out = ("calibrate", "bart", "--part", "decoder"), ("-o", "out")
-    assert read_refusal(*words, *out) == "recipe ridge needs statistics: give --statistics, or --data to measure them"
+    lacking = "recipe ridge needs statistics: give --data FILE to measure them, or --statistics STATS"
+    assert read_refusal(*words, *out) == lacking
     for each in ((*words, *out), (*words, "--dry-run"), (*calibrate, *out)):
         assert read_refusal(*each, "--text", "calib.txt") == (
             "bart reads pairs of a source and its target: give --data FILE"

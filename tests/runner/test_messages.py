@@ -16,8 +16,10 @@ from tests.families import SIZES, model_of
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 
 
-def settle(losses: Losses | None, *, by_default: bool = True, recipe: Recipe = DEFAULT) -> Any:
+def settle(losses: Losses | None, *, by_default: bool = True, recipe: Recipe = DEFAULT, code: str | None = None) -> Any:
     return SimpleNamespace(
+        container_known=True,
+        output=SimpleNamespace(container=SimpleNamespace(remote_class=code)),
         recipe=recipe,
         whole=SimpleNamespace(recipe=recipe),
         model=model_of({"model_type": "llama", **SIZES}),
@@ -39,8 +41,10 @@ def settle(losses: Losses | None, *, by_default: bool = True, recipe: Recipe = D
 )
 def test_what_widths_per_block_would_lose(losses, loss_text):
     assert wider_choice(settle(losses)) == f"widths per block (--recipe best) would lose {loss_text}"
-    exported = wider_choice(settle(losses, recipe=load_recipe("best-uniform", ("runs_on=[llama.cpp]",), ratio=0.3)))
-    assert exported == f"widths per block (--recipe best) would lose {loss_text.removesuffix(', and need remote code')}"
+    exported = settle(losses, recipe=load_recipe("best-uniform", ("runs_on=[llama.cpp]",), ratio=0.3))
+    for without in (exported, settle(losses, code="PrunedBertModel")):
+        words = loss_text.removesuffix(", and need remote code")
+        assert wider_choice(without) == f"widths per block (--recipe best) would lose {words}"
 
 
 @pytest.mark.parametrize("changes", [("quantize.format=int8", "quantize.rounding=nearest"), ("runs_on=[sglang]",)])

@@ -166,7 +166,7 @@ def test_a_report_has_null_where_a_perplexity_overflowed(sources, monkeypatch, t
 @pytest.mark.parametrize(
     ("full_recipe", "how", "message"),
     [
-        (recipe("ridge"), {}, "recipe test needs statistics: give --statistics, or --text to measure them"),
+        (recipe("ridge"), {}, "recipe test needs statistics: give --text FILE to measure them, or --statistics STATS"),
         (recipe("ridge", search=BY_PERPLEXITY), {"folds": 2}, "lambda_by: perplexity needs text to measure it on"),
         (recipe("ridge", search=BY_FOLDS), {"folds": 1}, "lambda_by: folds needs at least two folds"),
     ],

@@ -87,7 +87,7 @@ def test_shares_that_do_not_hold_are_found(here):
         (
             "wanda-divergence",
             (),
-            "recipe wanda-divergence needs statistics: give --statistics, or --text to measure them",
+            "recipe wanda-divergence needs statistics: give --text FILE to measure them, or --statistics STATS",
         ),
         (
             "wanda-owl",

@@ -55,5 +55,5 @@ def test_statistics_without_gradients(here):
         "--collect moments,taylor`"
     )
     assert read_refusal("prune", "opt", *RECIPE, "-o", "out") == (
-        "recipe llm-pruner-taylor2 needs statistics: give --statistics, or --text to measure them"
+        "recipe llm-pruner-taylor2 needs statistics: give --text FILE to measure them, or --statistics STATS"
     )
