@@ -85,8 +85,9 @@ class Stage(Generic[Keys]):
         """Return what stays, as a part of one line that all stages share; None of a stage that leaves all shapes."""
         return None
 
-    def measured_words(self, prepared: Prepared) -> str | None:
-        """Return what a run measures for the stage, in words that follow "to be measured"."""
+    @property
+    def measured_words(self) -> str | None:
+        """What a run measures for the stage, in words that follow "to be measured"."""
         return None
 
     def extreme_line(self, prepared: Prepared) -> str | None:

@@ -51,6 +51,7 @@ class StageKeys(Strict):
         does, by_itself: of a stage that changes the model, what it does, and the command that does nothing else.
         writes: names beside the checkpoint that the output may have because of it.
         unplannable: what a recipe with it does that no plan can say, as the end of a refusal; "" if a plan can say it.
+        measures_itself: True if its moments are measured while blocks are written, and statistics are of no use to it.
         asks: what its output asks of a runtime, whatever its keys say.
     """
 
@@ -70,6 +71,7 @@ class StageKeys(Strict):
     by_itself: ClassVar[str] = ""
     writes: ClassVar[tuple[str, ...]] = ()
     unplannable: ClassVar[str] = ""
+    measures_itself: ClassVar[bool] = False
     asks: ClassVar[frozenset[Change]] = frozenset()
 
     @classmethod
@@ -154,10 +156,6 @@ class StageKeys(Strict):
 
     def needs_moments(self, recipe: "Recipe") -> bool:
         """Return True if it needs statistics."""
-        return False
-
-    def measures_itself(self, recipe: "Recipe") -> bool:
-        """Return True if its moments are measured while blocks are written, and statistics are of no use to it."""
         return False
 
     def needs_folds(self, recipe: "Recipe") -> bool:
@@ -403,7 +401,7 @@ class Recipe(Strict):
     @property
     def needs_statistics(self) -> bool:
         """True if a stage uses moments of the model as it was before, or behind the blocks before."""
-        return any(stage.needs_moments(self) and not stage.measures_itself(self) for stage in self.stages)
+        return any(stage.needs_moments(self) and not stage.measures_itself for stage in self.stages)
 
     @property
     def needs_folds(self) -> bool:

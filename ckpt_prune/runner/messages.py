@@ -137,7 +137,7 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
         return
     stages = stages_of(prepared.whole.recipe)
     images = model.family.modality == "image"
-    what = ", and then ".join(dict.fromkeys(filter(None, (stage.measured_words(prepared) for stage in stages))))
+    what = ", and then ".join(dict.fromkeys(filter(None, (stage.measured_words for stage in stages))))
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if prepared.live is None:

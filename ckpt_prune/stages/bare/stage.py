@@ -27,6 +27,7 @@ class BareStage(Stage[Bare]):
     """
 
     of = Bare
+    measured_words = "the features before the head, with each block replaced"
 
     def check(self, prepared: Prepared) -> None:
         check_bare(prepared)
@@ -48,9 +49,6 @@ class BareStage(Stage[Bare]):
         columns = " or ".join(map(str, counts))
         lose = f"{len(record.replaced)} of {plural(record.blocks, 'block')} lose their attention"
         return f"{lose} and keep {columns} of {record.columns} columns of their mlp"
-
-    def measured_words(self, prepared: Prepared) -> str:
-        return "the features before the head, with each block replaced"
 
     def plan_lines(self, prepared: Prepared) -> list[str]:
         record = prepared.facts(BareRecord)

@@ -28,6 +28,7 @@ class DepthStage(Stage[Depth]):
     """
 
     of = Depth
+    measured_words = "how far blocks move the residual stream"
 
     def check(self, prepared: Prepared) -> None:
         check_depth(prepared)
@@ -67,9 +68,6 @@ class DepthStage(Stage[Depth]):
             what = "blocks stay" if record.part == "block" else f"blocks keep their {record.part}"
             return f"{len(record.kept)} of {record.blocks} {what}{why}: which ones is measured first"
         return f"gone: {name_gone(record)}{why}"
-
-    def measured_words(self, prepared: Prepared) -> str:
-        return "how far blocks move the residual stream"
 
     def widest_fit(self, prepared: Prepared) -> int:
         fits = self.keys.compensation.linear and prepared.whole.live is not None

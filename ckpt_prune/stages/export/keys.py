@@ -17,6 +17,7 @@ class Export(GraphSettings, StageKeys):
     key = "export"
     summary = "End in an ONNX graph, in the output's folder onnx, or in a GGUF file."
     prunes = False
+    measures_itself = True
     changes_weights = False
     later: ClassVar[Mapping[str, Any]] = {"output_type": None, "types": {}}
     writes = (GRAPH_FOLDER, *GGUF_FILES.values())
@@ -36,9 +37,6 @@ class Export(GraphSettings, StageKeys):
 
     def needs_samples(self, recipe: Recipe) -> bool:
         return self.needs_moments(recipe)
-
-    def measures_itself(self, recipe: Recipe) -> bool:
-        return True
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:

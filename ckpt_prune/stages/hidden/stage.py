@@ -29,6 +29,7 @@ class HiddenStage(Stage[Hidden]):
     """
 
     of = Hidden
+    measured_words = "the residual stream, wherever a block reads it"
 
     def check(self, prepared: Prepared) -> None:
         check_hidden(prepared)
@@ -48,9 +49,6 @@ class HiddenStage(Stage[Hidden]):
         if record.kept == record.dimensions:
             return f"nothing is dropped: the model is within {recipe.size.words} as it is"
         return f"residual stream: {dimensions_line(record)}, for {recipe.size.words}"
-
-    def measured_words(self, prepared: Prepared) -> str:
-        return "the residual stream, wherever a block reads it"
 
     def warnings(self, prepared: Prepared) -> list[str]:
         tokens, width = calibration_tokens(prepared), prepared.model.dimension("hidden")

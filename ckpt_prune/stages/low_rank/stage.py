@@ -33,6 +33,7 @@ class LowRankStage(Stage[LowRank]):
     """
 
     of = LowRank
+    measured_words = INPUTS
 
     def check(self, prepared: Prepared) -> None:
         """Refuse models whose linear modules cannot be factored, and data that the method cannot use."""
@@ -61,9 +62,6 @@ class LowRankStage(Stage[LowRank]):
                 "measuring finds ranks of that size that lose less"
             ]
         return [f"to be factored: {len(ranks)} linears, into ranks of {format_span(ranks)}"]
-
-    def measured_words(self, prepared: Prepared) -> str:
-        return INPUTS
 
     def widest_fit(self, prepared: Prepared) -> int:
         return widest_linear(prepared) if self.keys.whitens else 0

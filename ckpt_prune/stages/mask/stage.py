@@ -37,6 +37,7 @@ class MaskStage(Stage[Mask]):
     """
 
     of = Mask
+    measured_words = INPUTS
 
     def check_source(self, model: Model) -> None:
         """Masks go into outputs with code of their own, unless their residual stream turns between blocks."""
@@ -68,9 +69,6 @@ class MaskStage(Stage[Mask]):
             where = f"of all {part.replace('weight', 'weights')}, shared out over blocks by {self.keys.allocation}"
         how = describe_mask(self.keys.method, self.keys.pattern)
         return [f"to be masked by {how}: {prepared.recipe.ratio:.1%} {where}"]
-
-    def measured_words(self, prepared: Prepared) -> str:
-        return INPUTS
 
     def extreme_line(self, prepared: Prepared) -> str | None:
         if self.keys.groups is not None:  # an N:M pattern says how much

@@ -17,6 +17,7 @@ class Quantize(StageKeys):
     summary = "Store the linear weights of the blocks in 8 or 4 bits."
     asks = frozenset({"few bits"})
     prunes = False
+    measures_itself = True
     later: ClassVar[Mapping[str, Any]] = {"types": {}}
     doing = "quantised"
     bar = "quantising"
@@ -75,9 +76,6 @@ class Quantize(StageKeys):
     def needs_samples(self, recipe: Recipe) -> bool:
         return self.rounding == "gptq"
 
-    def measures_itself(self, recipe: Recipe) -> bool:
-        return True
-
     @property
     def column_group(self) -> int:
         """Columns that a group has at least; 1 if whole rows share a scale."""
@@ -90,12 +88,10 @@ class QuantizeAlone(Quantize):
     """The stage as the command `quantize` runs it: statistics of the model may have been measured before."""
 
     prunes = True
+    measures_itself = False
     option: ClassVar[str] = "--group-size "
 
     def needs_samples(self, recipe: Recipe) -> bool:
-        return False
-
-    def measures_itself(self, recipe: Recipe) -> bool:
         return False
 
     def measures_prefix(self, recipe: Recipe) -> bool:

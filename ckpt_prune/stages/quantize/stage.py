@@ -47,7 +47,8 @@ class QuantizeStage(Stage[Quantize]):
         if self.keys.rounding == "gptq":
             check_samples(prepared)
 
-    def measured_words(self, prepared: Prepared) -> str | None:
+    @property
+    def measured_words(self) -> str | None:
         return INPUTS if self.keys.rounding == "gptq" else None
 
     def plan_lines(self, prepared: Prepared) -> list[str]:

@@ -45,6 +45,7 @@ class SpacesStage(Stage[Spaces]):
     """
 
     of = Spaces
+    measured_words = INPUTS
 
     def check(self, prepared: Prepared) -> None:
         check_sites(prepared)
@@ -58,9 +59,6 @@ class SpacesStage(Stage[Spaces]):
 
     def kept_words(self, prepared: Prepared) -> str:
         return units_line(prepared)
-
-    def measured_words(self, prepared: Prepared) -> str:
-        return INPUTS
 
     def extreme_line(self, prepared: Prepared) -> str | None:
         return extreme_line(prepared)
