@@ -346,7 +346,10 @@ class Checkpoint:
         """The tensors under the names and with the stacks of the files, but transposed as they are read."""
         parts = {part for stack in self.stacks.values() for part in stack.parts}
         disk = {name: self.aliases.get(name, name) for name in self.tensors if name not in parts}
-        infos = {on_disk: replace(self.tensors[name], name=on_disk) for name, on_disk in disk.items()}
+        infos = {
+            on_disk: self.tensors[name] if name == on_disk else replace(self.tensors[name], name=on_disk)
+            for name, on_disk in disk.items()
+        }
         for name, stack in self.stacks.items():
             infos[name] = self.tensors[stack.parts[0]].stack(len(stack.parts), stack, name)
         return infos

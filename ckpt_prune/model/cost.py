@@ -35,14 +35,14 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
         image = image_size(family, model.config)
         flops = image_flops(model.checkpoint.config, family.architecture, image, weights)
         return Cost(parameters=parameters, bytes=size, flops=flops)
-    probe = family.architectures[family.architecture].probe
+    probe, lookups = family.architectures[family.architecture].probe, [*map(family.on_disk, family.lookups)]
     flops = 0
     for name, numel in sizes.items():
         if name == f"{probe}.in_proj_weight":
             # A query, and keys and values of every token; then two products of it with them.
             flops += 2 * numel // 3 * (1 + 2 * tokens) + 4 * tokens * shapes[name][1][1]
         else:
-            flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
+            flops += 2 * numel * _applications(model, name, len(shapes[name][1]), lookups)
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
     if family.is_stack:
@@ -100,7 +100,7 @@ def count_by_part(model: Model) -> dict[str, int]:
     mlp = {module.partition(".")[0] for module in others if module not in family.spaceless}
     mlp -= {module.partition(".")[0] for module in family.attention.modules}
     is_apart = shared and not any(_is_below(module, shared) for module in others)
-    attention = [shared] if is_apart else family.attention.modules
+    attention, lookups = [shared] if is_apart else family.attention.modules, [*map(family.on_disk, family.lookups)]
     # A bias, which has one dimension as a norm has, goes where its weight goes.
     matrices = {name.rpartition(".")[0] for name, (_, shape) in model.shapes.items() if len(shape) > 1}
     for name, (_, shape) in model.shapes.items():
@@ -116,7 +116,7 @@ def count_by_part(model: Model) -> dict[str, int]:
             part = "rest"
         elif family.head is not None and _is_below(name, family.head):
             part = "head"
-        elif len(shape) == 4 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
+        elif len(shape) == 4 or any(_is_below(name, path) for path in lookups):
             part = "embedding"
         else:
             part = "rest"
@@ -153,18 +153,14 @@ def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ..
     return shapes[up][0], (shapes[up][1][0], shapes[down][1][1])
 
 
-def _applications(model: Model, name: str, dimensions: int) -> int:
-    """Return how often a tensor is multiplied by in one forward pass."""
+def _applications(model: Model, name: str, dimensions: int, lookups: list[str]) -> int:
+    """Return how often a tensor is multiplied by in one forward pass; of `lookups` on disk, rows are looked up."""
     family, module = model.family, name.rpartition(".")[0]
     if module in family.multiplied_per_token:
         return int(family.multiplied_per_token[module] * model.tokens) if dimensions > 1 else 0
     if dimensions == 4 and family.modality == "image" and family.stride is None:
         return patches(model.config, image_size(family, model.config))
-    if (
-        dimensions != 2
-        or name.endswith("_bias")
-        or any(_is_below(name, family.on_disk(path)) for path in family.lookups)
-    ):
+    if dimensions != 2 or name.endswith("_bias") or any(_is_below(name, path) for path in lookups):
         return 0
     if module in map(family.on_disk, family.pooled):
         return 1

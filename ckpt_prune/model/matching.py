@@ -91,13 +91,14 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     stacks: dict[str, Stack] = {}
     aliases: dict[str, str] = {}
     if experts is not None:
-        rows = experts.stacks | experts.held
+        held = experts.held
+        rows = experts.stacks | held
         for name, prefix, rest in matches:
             if rest in rows:
                 count = checkpoint.tensors[name].shape[0]
                 parts = (f"{prefix}{part.format(expert=e)}" for e in range(count) for part in rows[rest])
                 stacks[name] = Stack(tuple(parts), len(rows[rest]))
-        if any(rest in experts.held for *_, rest in matches):
+        if any(rest in held for *_, rest in matches):
             aliases = _aliases(checkpoint, family, stacks.keys())
     turned = (name for name, _, rest in matches if rest.removesuffix(".weight") in family.transposed)
     names = _stock_names(checkpoint, family) if stacks else None

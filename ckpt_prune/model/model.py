@@ -382,7 +382,21 @@ class Model:
 
     def block_names(self, block: int) -> list[str]:
         """Return the on-disk names of a block's tensors."""
-        return self.inside(block, self.checkpoint.tensors)
+        return self._names_of_blocks[block]
+
+    @cached_property
+    def _names_of_blocks(self) -> list[list[str]]:
+        """On-disk names by block, told apart in one pass: models of many experts have 70,000."""
+        before, after = map(re.escape, self.family.block.split("{block}"))
+        own, names = re.compile(rf"{before}(\d+){after}"), [list[str]() for _ in range(self.blocks)]
+        behind = self._prefixes(self.blocks - 1)[1:]
+        for name in self.checkpoint.tensors:
+            if place := own.match(name):
+                if int(place[1]) < self.blocks:
+                    names[int(place[1])].append(name)
+            elif behind and name.startswith(behind):
+                names[-1].append(name)
+        return names
 
     def inside(self, block: int, names: Iterable[str]) -> list[str]:
         """Return those of some on-disk names that are of a block."""

@@ -165,6 +165,7 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 AHEAD_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys that count blocks behind the last one, which predict further tokens (MTP)."""
 
@@ -187,6 +188,7 @@ class Names:
 
         self.model = model
         self._parameters_by_name: dict[str, tuple[str, ...]] = {}
+        self._of_experts: dict[str, tuple[str, ...]] = {}
         self._parameters = model.state_dict()
         conversions = get_model_conversion_mapping(model)
         self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -206,7 +208,15 @@ class Names:
         A fused tensor holds several, parts of its rows in this order.
         """
         if disk not in self._parameters_by_name:
-            self._parameters_by_name[disk] = self._convert(disk)
+            of_all = _EXPERT.sub(
+                ".experts.*.", disk
+            )  # one parameter may hold all experts, of which there are thousands
+            found = self._of_experts.get(of_all)
+            if found is None:
+                found, is_merged = self._convert(disk)
+                if is_merged:
+                    self._of_experts[of_all] = found
+            self._parameters_by_name[disk] = found
         return self._parameters_by_name[disk]
 
     def rows(self, disk: str) -> list[int] | None:
@@ -231,16 +241,18 @@ class Names:
         renamed = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
         return renamed[0], renamed[1]
 
-    def _convert(self, disk: str) -> tuple[str, ...]:
+    def _convert(self, disk: str) -> tuple[tuple[str, ...], bool]:
+        """Return the parameters that a tensor on disk holds, and whether those of other experts hold them, too."""
         name, pattern = self._rename(disk)
         if pattern is None:  # a name that no renaming is right for is the model's own
-            return tuple(each for each in (name, disk) if each in self._parameters)[:1]
+            return tuple(each for each in (name, disk) if each in self._parameters)[:1], False
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         suffix = converter.target_patterns[0]
         # Patterns may end before the kind of tensor (`.weight`).
         before, _, after = name.rpartition(suffix)
         parameters = tuple(f"{before}{target}{after}" for target in converter.target_patterns)
-        return parameters if self._parameters.keys() >= set(parameters) else ()
+        is_known = self._parameters.keys() >= set(parameters)
+        return parameters if is_known else (), "*" in pattern and is_known
 
     def ignores(self, disk: str) -> bool:
         """Return whether the model's class has no place for a tensor on disk, and it or the config says so.

@@ -55,8 +55,9 @@ def check_stored(checkpoint: Checkpoint, names: Names) -> None:
     check_shapes(shapes, names, f"{checkpoint.path}", other_prefixes=other)
     buffers = {name for name, _ in names.model.named_buffers()}  # of any type: DeepSeek V4 looks experts of tokens up
     for name, info in tensors.items():
-        is_learned = is_parameter(name) and not {*names.parameters(name)} & buffers
-        if is_learned and info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if info.dtype in (torch.bfloat16, torch.float16, torch.float32) or not is_parameter(name):
+            continue
+        if buffers.isdisjoint(names.parameters(name)):
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
 
 
