@@ -227,9 +227,28 @@ class Names:
     def split(self, disk: str, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """Split a tensor on disk into so many parameters that it holds: parts of its rows, or all of it for one."""
         if count < 2:  # perhaps a number alone, which has no rows
-            return (tensor,) * count
+            return self.turn(disk, (tensor,) * count)
         rows = self.rows(disk)
-        return tensor.chunk(count) if rows is None else torch.split(tensor, rows)
+        return self.turn(disk, tensor.chunk(count) if rows is None else torch.split(tensor, rows))
+
+    @cached_property
+    def turns(self) -> dict[str, Any]:
+        """Pattern of tensors on disk whose rotary pairs the model has in another order → their converter."""
+        from transformers.core_model_loading import PermuteForRope
+
+        converters = (e for e in self._converters if any(isinstance(op, PermuteForRope) for op in e.operations))
+        return {pattern: each for each in converters for pattern in each.source_patterns}
+
+    def turn(self, disk: str, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the parameters that a tensor on disk holds with rotary pairs as the model has them."""
+        converter = self.turns.get(self._rename(disk)[1] or "") if self.turns else None
+        if converter is None:
+            return parts
+        turned = dict(zip(converter.target_patterns, parts, strict=True))
+        for operation in converter.operations[len(parts) > 1 :]:  # the first of several splits the tensor
+            for name, part in turned.items():
+                (turned[name],) = operation.convert({name: part}, [name], [name], config=self.model.config).values()
+        return tuple(turned.values())
 
     def rename(self, disk: str) -> str:
         """Return the name that a tensor on disk would have in the model if it were not fused with others."""

@@ -5,16 +5,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
+from torch.testing import assert_close
+from transformers import AutoModelForImageTextToText
 
 import ckpt_prune
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
+from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS, STRENGTH
 from tests.images import write_image
 from tests.pairs import choose_cases
 from tests.talks import NEEDS, READERS, write_rows, write_talker
+from tools.families import write_tiny
 
 from .test_parts import COMPUTED, InComposite, PartCase, composite_of
 from .whole import assert_same_outputs, outputs
@@ -39,6 +44,18 @@ class OneWindow:
 
     def batch(self, _rows: slice) -> dict[str, Tensor]:
         return self.windows.whole_inputs(0)
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k25", "mistral_large4"])
+def test_blocks_have_the_weights_that_transformers_loads(model_type: str, tmp_path: Path) -> None:
+    """Files hold rotary pairs of these in another order, which the tower's own type tells, or the whole's alone."""
+    model = open_model(str(write_tiny(model_type, None, tmp_path / "source")), Opening(part="vision"))
+    factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32)
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "source")
+    (tower,) = composite_of(whole.config).part("vision").modules
+    loaded = whole.get_submodule(f"{tower}.{model.family.layers}.1")
+    built = factory.build_block(1, model.read_block(1))
+    assert_close(dict(built.named_parameters()), dict(loaded.named_parameters()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

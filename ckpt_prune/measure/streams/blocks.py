@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
 from ckpt_prune.model.blocks import block_facts
-from ckpt_prune.model.composites import stacks_beside
+from ckpt_prune.model.composites import composite_names, stacks_beside
 from ckpt_prune.model.family import KINDS, Family
 from ckpt_prune.model.model import BlockWidths, Model
 from ckpt_prune.model.skeleton import (
@@ -189,7 +189,18 @@ class BlockFactory:
 
     def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a tensor on disk into the rows of the parameters that it holds."""
-        return self.names.split(disk, tensor, len(self.find_parameters(disk)))
+        parts = self.names.split(disk, tensor, len(self.find_parameters(disk)))
+        within = self.model.checkpoint.within
+        if within is None or self._turned_in is None or disk not in within.names:
+            return parts
+        return self._turned_in.turn(within.names[disk], parts)
+
+    @cached_property
+    def _turned_in(self) -> Names | None:
+        """The whole that has rotary pairs in another order than its files, where the part by itself has none."""
+        within = self.model.checkpoint.within
+        names = None if within is None or self.names.turns else composite_names(within.whole.config)
+        return names if names is not None and names.turns else None
 
     def find_makers(self, index: int) -> dict[str, list[str]]:
         """Find the tensors on disk that make the inputs of consumers outside attention, by the consumer's path.
@@ -219,7 +230,7 @@ class BlockFactory:
         """
         for disk, tensor in self._join_parts(module, path, tensors).items():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
-            for parameter, part in zip(parameters, self.names.split(disk, tensor, len(parameters)), strict=True):
+            for parameter, part in zip(parameters, self.split(disk, tensor) if parameters else (), strict=True):
                 if parameter.startswith(f"{path}."):
                     local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")
                     owner = module.get_submodule(local)
