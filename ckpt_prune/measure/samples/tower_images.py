@@ -47,7 +47,8 @@ class TowerImages(ImageSamples):
         self._whole: Any = build_skeleton(config, composite.architecture)
         (path,) = composite.part(within.part).modules
         self._tower, self._model = self._whole.get_submodule(path), model
-        self._look = next(getattr(self._whole, name) for name in _LOOKS if hasattr(self._whole, name))
+        inside = [*self._whole.modules()]  # it may be a module in the whole that looks
+        self._look = next(getattr(each, name) for name in _LOOKS for each in inside if hasattr(each, name))
         super().__init__(files, processor, tokens=model.image_tokens, max_corrupt=max_corrupt)
 
     @property

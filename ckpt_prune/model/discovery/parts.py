@@ -179,7 +179,8 @@ def _find_modules(whole: Any, part: Any) -> dict[str, str]:
 
     def find(wanted: nn.Module) -> str | None:
         if wanted is part.get_output_embeddings():
-            return paths.get(whole.get_output_embeddings())
+            inside = (each.get_output_embeddings() for each in whole.modules() if isinstance(each, PreTrainedModel))
+            return next((paths[head] for head in inside if head is not None), None)
         return next((path for module, path in paths.items() if type(module) is type(wanted)), None)
 
     alone = find(part)
