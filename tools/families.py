@@ -356,7 +356,8 @@ def write_tiny(model_type: str, architecture: str | None, folder: Path) -> Path:
         parse_config(filled)
         config = filled
     config["architectures"] = [architecture or load_composite(config).architecture]
-    model: Any = build_whole(config, sizes) if is_composite(config) else build_twin(config, architecture, sizes).model
+    alone = architecture is not None and not is_composite(config)
+    model: Any = build_twin(config, architecture, sizes).model if alone else build_whole(config, sizes)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return write_processor(folder, size={"height": IMAGE, "width": IMAGE})

@@ -153,6 +153,12 @@ def is_composite(config: Mapping[str, Any]) -> bool:
     return model_type in known_composites() or (not is_described and is_made_of_several)
 
 
+def has_parts(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a composite, or of a model of text with the config of a tower in it (GIT)."""
+    has_tower = isinstance(config.get("vision_config"), Mapping) and OUTSIDE_KEY not in config
+    return is_composite(config) or (has_tower and config.get("model_type") not in known_families())
+
+
 def has_stacks(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a model with several stacks of blocks, of which each has the whole config."""
     return is_encoder_decoder(config) or (is_composite(config) and count_stages(config) > 0)
@@ -306,7 +312,12 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
     config[OUTSIDE_KEY] = _description(config, part)
     stored_as: dict[str, str] = {}
     held: dict[str, list[str]] = {}  # parameter of the part → tensors of the whole that it is made of
-    known = stock.model.state_dict()
+    known, inside = stock.model.state_dict(), names.model.state_dict()
+    if part.described is not None and part.auto == "AutoModel" and "" in part.modules.values():
+        lacking = next((inner for inner in known if part.outer_name(inner) not in inside), None)
+        if lacking is not None:
+            alone = f"by itself {config['architectures'][0]} has {lacking}, too, and computes something else"
+            raise UserError(f"--part {name} of {composite.model_type} cannot be pruned: {alone}")
     for stored in whole.tensors:
         for parameter in names.parameters(stored):
             inner = _inner_name(part, parameter)

@@ -22,7 +22,14 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.conversion.stock_checkpoint import find_conversion
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.measure.samples.text import load_tokenizer
-from ckpt_prune.model.composites import composite_names, extract_part, has_stacks, is_composite, load_composite
+from ckpt_prune.model.composites import (
+    composite_names,
+    extract_part,
+    has_parts,
+    has_stacks,
+    is_composite,
+    load_composite,
+)
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.opening import describe_unknown
@@ -208,7 +215,7 @@ def open_dense(folder: Path, report: Report | None, against: Path, description: 
 
 def _check_tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
     shapes = {name: info.stored_shape for name, info in checkpoint.stored.items()}
-    composite = is_composite(checkpoint.config)
+    composite = has_parts(checkpoint.config)
     names = composite_names(checkpoint.config) if composite else stored_container(checkpoint).names()
     check_shapes(shapes, names, str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
@@ -221,7 +228,7 @@ def _check_finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 def _check_load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
-    if is_composite(checkpoint.config):
+    if has_parts(checkpoint.config):
         composite = load_composite(checkpoint.config)
         auto, architecture = composite.auto, composite.architecture
     else:

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import count_stages, text_key
@@ -52,7 +52,8 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         parts = {name: stage | {"stack": name} for name, stage in stages.items()}
         return {"model_type": model_type, "architecture": architecture, "auto": whole_auto, "parts": parts}
     refuse_nested(values)
-    if (words := text_key(values)) is None:
+    words = text_key(values)
+    if words is None and not values.get("vision_config"):
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
     whole_auto, architecture = find_class(model_type, _WITH_HEAD)
     if declared and architecture not in declared:  # the whole with a head that puts images into classes (ShieldGemma 2)
@@ -66,7 +67,9 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         whole = build_skeleton(config, architecture)
     except RefusedConfigError as error:
         raise UserError(f"{model_type} is made of several models, and cannot be built: {error.rule}") from error
-    if words == "decoder":
+    if words is None:
+        refused["text"] = "config.json has no config of it alone"
+    elif words == "decoder":
         refused["text"] = (
             "its blocks read what the tower makes of an image, and no pairs of an image and its text are read"
         )
@@ -121,13 +124,12 @@ def _find_text(whole: nn.Module, config: Any) -> dict[str, Any]:
 
 def _find_tower(whole: nn.Module, config: Any, key: str) -> dict[str, Any]:
     """Return the description of the tower of a config, the model in another that reads images; UserError if none."""
-    if getattr(config, key) is None:
+    inner = getattr(config, key)
+    if not isinstance(inner, PreTrainedConfig):
         raise UserError(f"its config.json has no {key}")
-    if count := count_stages(getattr(config, key).to_dict()):
+    if count := count_stages(inner.to_dict()):
         raise UserError(f"it has blocks in {count} stages of their own widths, and stages inside a part are not pruned")
-    path = _find_module(
-        whole, getattr(config, key), "it has no tower: what it makes of images goes into its text part at once"
-    )
+    path = _find_module(whole, inner, "no model with a class of its own reads images in it")
     if hasattr(whole.get_submodule(path), "timm_model"):
         raise UserError("it is a model of the package timm, and config.json states no width of it")
     return {"config": key, "auto": "AutoModel", "modules": {path: ""}, "note": _OWN_IMAGES}

@@ -40,6 +40,7 @@ def test_modules_of_a_text_part_are_found_by_their_classes(model_type, modules):
         ("idefics2", "model.vision_model"),
         ("qwen3_vl", "model.visual"),
         ("vision-encoder-decoder", "encoder"),
+        ("git", "git.image_encoder"),
     ],
 )
 def test_towers_are_found_by_their_configs(model_type, module):
@@ -49,7 +50,7 @@ def test_towers_are_found_by_their_configs(model_type, module):
 def test_what_has_no_tower_says_so():
     values = CONFIG_MAPPING["gemma4_unified"]().to_dict() | {"vision_config": {"patch_size": 4}}
     parts = Composite.model_validate(find_composite(values))
-    assert parts.refused == {"vision": "it has no tower: what it makes of images goes into its text part at once"}
+    assert parts.refused == {"vision": "no model with a class of its own reads images in it"}
 
 
 @pytest.mark.parametrize(
