@@ -24,6 +24,7 @@ VALUES = {"values", "recipe"}
 ALLOWED = {
     "checkpoint/folder_kinds.py": (2, "which files of a folder are its own is read without recipes"),
     "stages/recipe_files.py": (1, "--pattern and --rotate are options for masks alone"),
+    "runner/file_target.py": (1, "a file with fewer tokens is measured where both models have them"),
     "runner/fewer_bits.py": (1, "an exported file may have fewer bits than the output"),
     "runner/read_job.py": (1, "samples to train on are chosen by the keys of recovery"),
     "runner/read_recipe.py": (1, "--perplexity-after is an option of recovery alone"),
@@ -80,7 +81,7 @@ def test_single_stages_are_asked_for_in_few_places():
             found[module.as_posix()] = asked
     counts = {module: len(asked) for module, asked in found.items()}
     assert counts == {module: count for module, (count, _) in ALLOWED.items()}, found
-    assert sum(counts.values()) <= 9
+    assert sum(counts.values()) <= 10
 
 
 def test_questions_are_found():
