@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.model_folder import (
     way_to_source,
 )
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import FRONTIER_FILE, FRONTIER_RECORD, GRAPH_RECORD
+from ckpt_prune.common.filenames import FRONTIER_FILE, FRONTIER_RECORD, GRAPH_RECORD, REPORT
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ValidateOptions
@@ -40,7 +40,7 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
     perplexity. --runtime does the same in other runtimes, if they are installed, with a checkpoint or an exported
     folder.
     """
-    name = _folder_of(options.folder)
+    name = _folder_of(options.folder, options.runtime)
     options = options.model_copy(update={"folder": name})
     is_file = name.endswith(".gguf") and Path(name).is_file()
     if options.max_loss_dense is not None and (is_file or options.runtime not in (None, "onnxruntime")):
@@ -91,12 +91,17 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
         return validations
 
 
-def _folder_of(name: str) -> str:
-    """Return the folder of a graph, the GGUF file of a folder of `frontier`, and other names as they are."""
+def _folder_of(name: str, runtime: str | None) -> str:
+    """Return the folder of a graph, the only GGUF file of a folder without graphs, and other names as they are.
+
+    Beside that of `frontier` may lie one that its commands have made again.
+    """
     path = Path(name)
-    file = path / FRONTIER_FILE
-    if (path / FRONTIER_RECORD).is_file() and file.is_file():
-        return str(file)
+    files = [] if (path / GRAPH_RECORD).is_file() else [*path.glob("*.gguf")]
+    if (path / FRONTIER_RECORD).is_file() and (path / FRONTIER_FILE).is_file():
+        files = [path / FRONTIER_FILE]
+    if len(files) == 1 and runtime in (None, "llama.cpp"):
+        return str(files[0])
     return str(path.parent) if path.suffix == ".onnx" and path.is_file() else name
 
 
@@ -105,7 +110,8 @@ def _validate_gguf(options: ValidateOptions) -> "Proof":
 
     require_gguf()
     place = Path(options.folder).parent
-    against = options.against or find_recorded_source(place)
+    beside = place if (place / REPORT).is_file() else None  # whose recipe has written it
+    against = options.against or find_recorded_source(place) or beside
     if options.runtime == "onnxruntime" or against is None:
         made_from = f"give --against MODEL, the checkpoint that it was made from{way_to_source(place)}"
         lacking = "llama.cpp runs it" if against else made_from
