@@ -61,7 +61,7 @@ class Names:
         self.exported = set().union(*self.modules.values())
         self.libraries -= {part for module in self.modules for part in module}
         for path in self.package.rglob("*.json"):
-            self.words |= set(WORD.findall(path.read_text(encoding="utf-8")[:100_000]))
+            self.words |= {path.stem, *WORD.findall(path.read_text(encoding="utf-8")[:100_000])}
 
     def has_member(self, owner: str, name: str) -> bool:
         """Tell whether a class, or one that it is derived from, has an attribute."""
