@@ -29,20 +29,21 @@ def context_length(config: Any) -> int | None:
     return None if positions is None or positions < 0 else int(positions) - reserved_positions(config)
 
 
-def _height_and_width(value: Any) -> tuple[int, int]:
+def height_and_width(value: Any) -> tuple[int, int]:
+    """Return what a config states as one number or as two."""
     height, width = (value, value) if isinstance(value, int) else value
     return int(height), int(width)
 
 
 def image_size(family: Family, config: Any) -> tuple[int, int]:
     """Return height and width of the images that costs are stated for."""
-    return family.cost_image_size or _height_and_width(getattr(config, "image_size", _USUAL))
+    return family.cost_image_size or height_and_width(getattr(config, "image_size", _USUAL))
 
 
 def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
     """Return the patches of an image of `size` (height, width); by default of the config's own size."""
-    height, width = size or _height_and_width(config.image_size)
-    rows, columns = _height_and_width(config.patch_size)
+    height, width = size or height_and_width(config.image_size)
+    rows, columns = height_and_width(config.patch_size)
     return (height // rows) * (width // columns)
 
 

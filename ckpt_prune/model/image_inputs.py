@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.model.context import height_and_width
+
 _READ = ("pixel_values", "flattened_patches", "hidden_states")
 """Arguments with numbers of images, or of their patches."""
 _PLACES, _SHAPES, _SIZES, _TILES = "pixel_position_ids", "spatial_shapes", "target_sizes", "aspect_ratio_mask"
@@ -32,7 +34,7 @@ def image_inputs(model: Any, images: int, size: tuple[int, int]) -> Iterator[dic
     if name is None:
         return
     channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
-    patch = _first(getattr(config, "patch_size", _PATCH))
+    patch, _ = height_and_width(getattr(config, "patch_size", _PATCH))
     rows, columns = (length // patch for length in size)
     count, modules = images * rows * columns, list(model.modules())
     cutting = [each for each in modules if isinstance(each, nn.Conv2d | nn.Conv3d) and each.in_channels == channels]
@@ -72,11 +74,6 @@ def image_inputs(model: Any, images: int, size: tuple[int, int]) -> Iterator[dic
 def are_images(batch: Mapping[str, Tensor]) -> bool:
     """Return whether a model of images is called with this."""
     return not {"input_ids", "input_features"} & batch.keys()
-
-
-def _first(size: Any) -> int:
-    """Return the height of what is stated as one number or as two."""
-    return int(size if isinstance(size, int) else size[0])
 
 
 def _draw(*shape: int) -> Tensor:

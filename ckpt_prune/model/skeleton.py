@@ -94,18 +94,13 @@ def build_skeleton(config: "PreTrainedConfig", architecture: str) -> nn.Module:
 
 
 def build_on_meta(build: Callable[[], Any]) -> nn.Module:
-    """Build a model of transformers, or one that derives from it, on the meta device, and finish it."""
+    """Build a model of transformers, or one that derives from it, on the meta device, with its ties, in evaluation."""
     try:
         with on_meta_device(), warnings.catch_warnings(action="ignore"):
             model: Any = build()
     except Exception as error:  # whatever a wrong value runs into first
         raise _refusal(error) from error
-    return finish_skeleton(model)
-
-
-def finish_skeleton(model: Any) -> nn.Module:
-    """Tie weights, which transformers does only when it initialises them, and switch to evaluation."""
-    model.tie_weights()
+    model.tie_weights()  # transformers does so only when it initialises them
     model.eval()
     return model  # type: ignore[no-any-return]
 
