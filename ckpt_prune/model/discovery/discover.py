@@ -107,6 +107,8 @@ def _discover(config: Mapping[str, Any], stack: Stack | None) -> Discovery:
     architecture, auto = _architecture(config) if stack is None else (stack.architecture, stack.auto)
     within = None if stack is None else stack.name
     plain = {key: value for key, value in config.items() if not _IDLE.fullmatch(key)}
+    if "pad_token_id" in config:
+        plain["pad_token_id"] = 0  # some classes compare tokens with it and have no default (ESM)
     place = _place(plain, architecture, within)
     with suppress(OSError, ValidationError, UserError):
         found = Discovery.model_validate_json(place.read_bytes())

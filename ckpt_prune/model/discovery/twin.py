@@ -179,7 +179,6 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
                 yield small | {"head_dim": changed.head}, changed  # many classes read it from a config
             if fills:  # defaults that a published config states and the class does not
                 small |= {key: fill_in(key, value, vars(changed)) for key, value in small.items()}
-                small |= {"pad_token_id": small.get("pad_token_id") or 0}
             yield small, changed
 
 
