@@ -327,6 +327,9 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
         disks = [disk for disk in stock.shapes if inner in stock.parameters(disk)]
         if len(parts) == 1:  # what the part's own class would store in parts (experts) is named as it is in memory
             disks = [inner] if len(disks) > 1 and stock.is_part(disks[0]) else [stock.saved_as(inner)]
+        if len(disks) != len(parts):
+            apart = f"{inner} is {len(parts)} tensors in it and {len(disks)} in {config['architectures'][0]}"
+            raise UserError(f"--part {name} of {composite.model_type} cannot be read by itself: {apart}")
         stored_as |= zip(sorted(disks), sorted(parts), strict=True)
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in stored_as.items()}
     other_prefixes: tuple[str, ...] = ()
