@@ -308,6 +308,9 @@ def _measure(options: PruneOptions, pruned: Pruned, job: Job, *, of_file: bool) 
         else:
             results = measure_quality(pruned.path, job, options, say, reference, whole=pruned.dense)
     except UserError as error:
+        if not options.evaluate:  # as outputs of other commands: only data that was named has to be measured
+            say(f"{pruned.path} was not measured: {error}")
+            return replace(pruned, notices=(*pruned.notices, *say.lines))
         again = f"`ckpt-prune evaluate {pruned.path} --against {reference}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
     report, notices = find_report(pruned.path), (*pruned.notices, *say.lines)

@@ -3,15 +3,18 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ckpt_prune.common.errors import EvaluationFailedError, UserError
 from ckpt_prune.evaluation import pair, texts
 from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, tokenise_text
-from ckpt_prune.runner import fewer_bits
+from ckpt_prune.runner import fewer_bits, prune
+from ckpt_prune.runner.prune import Pruned
 from ckpt_prune.verification.dense_source import find_dense_source
 from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.gguf_files.tiny import save
@@ -232,3 +235,17 @@ def test_four_bits_are_named_where_eight_are_too_many(place, monkeypatch):
         how = ("--recipe", "magnitude", "--target-bytes", share)
         line = json.loads(ok("prune", "half", *how, "--dry-run", "--json"))["fewer_bits"]
         assert line is None if said is None else f"--dtype {said} " in line
+
+
+def test_a_file_that_cannot_be_measured_is_complete_all_the_same(tmp_path, monkeypatch):
+    """Only data that was named has to be measured."""
+    made = Pruned(tmp_path, None, None, graph=SimpleNamespace(path=tmp_path / "model.gguf"))
+
+    def fails(*_arguments):
+        raise UserError("no text is left")
+
+    monkeypatch.setattr(prune, "measure_file", fails)
+    after = prune._measure(SimpleNamespace(model="m", evaluate=()), made, None, of_file=True)
+    assert (after.evaluation, after.notices) == (None, (f"{tmp_path} was not measured: no text is left",))
+    with pytest.raises(EvaluationFailedError, match=r"no text is left; .* is complete"):
+        prune._measure(SimpleNamespace(model="m", evaluate=("text.txt",)), made, None, of_file=True)
