@@ -203,9 +203,7 @@ class Names:
         A fused tensor holds several, parts of its rows in this order.
         """
         if disk not in self._parameters_by_name:
-            of_all = _EXPERT.sub(
-                ".experts.*.", disk
-            )  # one parameter may hold all experts, of which there are thousands
+            of_all = _EXPERT.sub(".experts.*.", disk)  # a parameter may hold all experts, of which there are thousands
             found = self._of_experts.get(of_all)
             if found is None:
                 found, is_merged = self._convert(disk)
