@@ -145,9 +145,10 @@ class Loss(FixedRecord):
         data: the text or images, and how much of them, in words.
         against: name of the dense model.
         verdict: a sentence if the output is bad (`quality.judge`).
+        file: in the output that was measured, if not the weights in safetensors.
     """
 
-    optional = frozenset({"samples", "against", "verdict"})
+    optional = frozenset({"samples", "against", "verdict", "file"})
 
     of: str
     before: Figure = None
@@ -158,6 +159,7 @@ class Loss(FixedRecord):
     data: str = ""
     against: str | None = None
     verdict: str | None = None
+    file: str | None = None
 
 
 class BlockTime(FixedRecord):

@@ -31,6 +31,7 @@ from ckpt_prune.options.commands import EvaluateOptions
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.runner.estimate import estimate_evaluation
 from ckpt_prune.runner.publish import note_loss
+from ckpt_prune.stages.report import find_report
 from ckpt_prune.verification.dense_source import is_source
 
 
@@ -115,6 +116,12 @@ def _note_loss(options: EvaluateOptions, result: Result) -> None:
     if loss is None or not (out.is_dir() and os.access(out, os.W_OK)) or find_graph(options.model) is not None:
         return  # in the Hub's cache, too, nothing is changed
     if not is_source(out, dense):
+        return
+    report = find_report(out)
+    if report is not None and report.loss is not None and report.loss.file is not None:
+        Notices()(
+            f"the model card of {out} keeps the figures of {report.loss.file}: these are of the weights beside it"
+        )
         return
     # Names without folders: a card is shown to others.
     read = [Path(place).name for place in (*options.text, options.data, options.images) if place is not None]

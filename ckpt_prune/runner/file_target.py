@@ -119,7 +119,7 @@ def measure_file(file: Path, job: Job, options: PruneOptions) -> "Result":
     if score.perplexity is not None:
         figures = {"before": reference.perplexity, "after": score.perplexity, "kl": score.kl, "agreement": score.top1}
     words = f"{held_out.words}, of {file.name} ({decimal_bytes(score.bytes)}) in {RUNTIME}"
-    loss = judge(Loss(of=of, **figures, data=words, against=dense.checkpoint.name))
+    loss = judge(Loss(of=of, **figures, data=words, against=dense.checkpoint.name, file=file.name))
     note_loss(file.parent, loss)
     beside = f"the weights in safetensors beside it are those before rounding: {RUNTIME} does without them"
     return PlainResult(loss.model_dump(), [*lines_of(loss), beside])

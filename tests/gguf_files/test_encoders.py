@@ -238,6 +238,10 @@ def test_a_size_is_kept_to_and_its_loss_is_that_of_the_embeddings(pools, target,
         framed = [[ends[0], *each, ends[1]] for each in windows.flatten()[:92].view(2, 46).tolist()]
         assert loss["after"] == pytest.approx(compare(made, framed), abs=1e-6)
         assert loss["data"].endswith(f"of {made.name} ({decimal_bytes(made.stat().st_size)}) in llama.cpp")
+        texts = ["--text", tmp_path / "held_out.txt", "--samples", 2, "--window", 48]
+        code, output = run("evaluate", tmp_path / "small", "--against", folder, *texts)
+        assert f"keeps the figures of {made.name}: these are of the weights beside it" in " ".join(output.split())
+        assert json.loads((tmp_path / "small" / "ckpt_prune.json").read_text())["loss"] == loss
         code, output = run(*make_command(tmp_path, "late", "--target-latency", "50%@128", samples=8, window=48))
         assert code == 2
         assert "model makes embeddings, and times in llama.cpp are of models that generate text: ask for a" in output
