@@ -1008,7 +1008,10 @@ class Describer:
     # ---- what keys of the config change --------------------------------------------------------------------------
 
     def _bias_slots(self, modules: set[str]) -> dict[str, str | bool]:
-        """Return linear module → the config key that gives it a bias, or true: keys are turned on and off."""
+        """Return linear module → the config key that gives it a bias, or true: keys are turned on and off.
+
+        A key that is off, and gives one to a linear module of no space, too, is none: outputs have none to put there.
+        """
         config = self.twin.config
         keys = [key for key, value in self.values.items() if "bias" in key and isinstance(value, bool)]
 
@@ -1018,13 +1021,19 @@ class Describer:
                 names = Names(build_skeleton(parsed, self.twin.architecture)).shapes
             except RefusedConfigError:
                 return set()
-            prefixes = [self.prefix.format(block=block) for block in range(len(self.runs))]
-            return {module for module in modules if any(f"{prefix}{module}.bias" in names for prefix in prefixes)}
+            prefixes = tuple(self.prefix.format(block=block) for block in range(len(self.runs)))
+            inside = (name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix))
+            return {
+                re.sub(r"(?<=experts)\.\d+\.", ".{expert}.", each).removesuffix(".bias")
+                for each in inside
+                if each.endswith(".bias")
+            }
 
         always = with_bias(())
-        slots: dict[str, str | bool] = dict.fromkeys(sorted(always), True)
+        slots: dict[str, str | bool] = dict.fromkeys(sorted(always & modules), True)
         for key in keys:
-            slots |= dict.fromkeys(sorted(with_bias([key]) - always), key)
+            opened = with_bias([key]) - always
+            slots |= dict.fromkeys(sorted(opened & modules), key) if self.values[key] or opened <= modules else {}
         return slots
 
     def _heads_divide_hidden(self) -> bool:
