@@ -181,7 +181,7 @@ class Architecture:
         encodes: it makes hidden states of a text, of which all tokens see each other, and generates none. Names of its
             modules are those of the base model.
         stacked: it is an encoder with a decoder behind it, or such an encoder (`stacks`); `block` says nothing.
-        named_as: the architecture whose modules gguf-py calls as this one's, where it does not know this one.
+        named_as: another architecture, whose table in gguf-py is used if that has none for this one.
     """
 
     name: str

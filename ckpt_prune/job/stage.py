@@ -87,7 +87,7 @@ class Stage(Generic[Keys]):
 
     @property
     def measured_words(self) -> str | None:
-        """What a run measures for the stage, in words that follow "to be measured"."""
+        """The words behind "to be measured": what a run measures for the stage. None if it measures nothing."""
         return None
 
     def extreme_line(self, prepared: Prepared) -> str | None:

@@ -23,7 +23,7 @@ OUTSIDE_KEY = "ckpt_prune_family"
 _DEPTHS = ("depths", "depth")
 """Config keys that list how many blocks each stage of a model of images has."""
 _FIRST_PART = r".+?(?=For[A-Z]|Model$)"
-"""Of the name of a class, what all classes of a family begin with: Roberta of RobertaForMaskedLM."""
+"""The beginning that the names of all classes of a family share, such as Roberta in RobertaForMaskedLM."""
 FUNCTION_KEYS = (
     "transposed",
     "spaces",

@@ -216,12 +216,13 @@ class Model:
         Some config classes refuse heads that do not divide the hidden size. A part of another model has no code of its
         own, and its config may state columns as so many times the width of the stream.
         """
-        counted = self.family.spaces[space].config.get(next(iter(self.family.dimensions["query_heads"]), ""))
-        if self.family.keeps_divisors and counted is not None and self.family.spaces[space].fixed is None:
-            of_one, units = product(counted, self.dimension), self.family.spaces[space].count(self.dimension)
-            allowed = {count for count in range(1, units + 1) if self.dimension("hidden") % (count * of_one) == 0}
+        described = self.family.spaces[space]
+        heads = described.config.get(next(iter(self.family.dimensions["query_heads"]), ""))
+        if self.family.keeps_divisors and heads is not None and described.fixed is None:
+            per_unit, units = product(heads, self.dimension), described.count(self.dimension)
+            allowed = {count for count in range(1, units + 1) if self.dimension("hidden") % (count * per_unit) == 0}
             return next((step for step in range(1, units) if allowed.issuperset(range(step, units + 1, step))), units)
-        multiple = self.family.multiples.get(self.family.spaces[space].units)
+        multiple = self.family.multiples.get(described.units)
         if self.checkpoint.within is None or multiple is None or multiple.fraction or multiple.gated:
             return 1
         return self.dimension("hidden")
@@ -387,35 +388,39 @@ class Model:
     @cached_property
     def _names_of_blocks(self) -> list[list[str]]:
         """On-disk names by block, told apart in one pass: models of many experts have 70,000."""
-        before, after = map(re.escape, self.family.block.split("{block}"))
-        own, names = re.compile(rf"{before}(\d+){after}"), [list[str]() for _ in range(self.blocks)]
-        behind = self._prefixes(self.blocks - 1)[1:]
+        names = [list[str]() for _ in range(self.blocks)]
         for name in self.checkpoint.tensors:
-            if place := own.match(name):
-                if int(place[1]) < self.blocks:
-                    names[int(place[1])].append(name)
-            elif behind and name.startswith(behind):
-                names[-1].append(name)
+            block = self._block_of(name)
+            if block is not None:
+                names[block].append(name)
         return names
 
     def inside(self, block: int, names: Iterable[str]) -> list[str]:
         """Return those of some on-disk names that are of a block."""
-        prefixes = self._prefixes(block)
-        return [name for name in names if name.startswith(prefixes)]
+        return [name for name in names if self._block_of(name) == block]
 
     def read_block(self, block: int) -> dict[str, Tensor]:
         return self.checkpoint.read(self.block_names(block))
 
     def outside(self, names: Iterable[str] | None = None) -> list[str]:
         """Return those of some on-disk names, by default all, that are of no block: embeddings, norms, heads."""
-        prefixes = tuple(prefix for block in range(self.blocks) for prefix in self._prefixes(block))
         names = self.checkpoint.tensors if names is None else names
-        return [name for name in names if not name.startswith(prefixes)]
+        return [name for name in names if self._block_of(name) is None]
 
-    def _prefixes(self, block: int) -> tuple[str, ...]:
-        """Return what the on-disk names of a block's tensors begin with; what pools behind the last one is its own."""
-        behind = self._pooling_modules if block == self.blocks - 1 else ()
-        return self.family.block.format(block=block), *(self.tensor(block, module, "itself") + "." for module in behind)
+    def _block_of(self, name: str) -> int | None:
+        """Return the block that an on-disk name is of, None if of none; what pools behind the last one is its own."""
+        pattern, behind = self._beginnings
+        place = pattern.match(name)
+        if place is None:
+            return self.blocks - 1 if name.startswith(behind) else None
+        return int(place[1]) if int(place[1]) < self.blocks else None
+
+    @cached_property
+    def _beginnings(self) -> tuple[re.Pattern[str], tuple[str, ...]]:
+        """What on-disk names of blocks begin with, and those of what pools behind the last block."""
+        before, after = map(re.escape, self.family.block.split("{block}"))
+        behind = tuple(f"{self.tensor(self.blocks - 1, module, 'itself')}." for module in self._pooling_modules)
+        return re.compile(rf"{before}(\d+){after}"), behind
 
     @cached_property
     def _pooling_modules(self) -> frozenset[str]:

@@ -160,7 +160,8 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+EXPERT = re.compile(r"(?<=experts)\.\d+\.")
+"""The number of an expert in the name of its tensor."""
 AHEAD_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys that count blocks behind the last one, which predict further tokens (MTP)."""
 
@@ -183,7 +184,6 @@ class Names:
 
         self.model = model
         self._parameters_by_name: dict[str, tuple[str, ...]] = {}
-        self._of_experts: dict[str, tuple[str, ...]] = {}
         self._parameters = model.state_dict()
         conversions = get_model_conversion_mapping(model)
         self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -202,15 +202,16 @@ class Names:
 
         A fused tensor holds several, parts of its rows in this order.
         """
-        if disk not in self._parameters_by_name:
-            of_all = _EXPERT.sub(".experts.*.", disk)  # a parameter may hold all experts, of which there are thousands
-            found = self._of_experts.get(of_all)
-            if found is None:
-                found, is_merged = self._convert(disk)
-                if is_merged:
-                    self._of_experts[of_all] = found
-            self._parameters_by_name[disk] = found
-        return self._parameters_by_name[disk]
+        known = self._parameters_by_name
+        if disk not in known:
+            of_all = EXPERT.sub(".*.", disk)  # a parameter may hold all experts, of which there are thousands
+            if of_all in known:
+                known[disk] = known[of_all]
+            else:
+                known[disk], holds_all = self._convert(disk)
+                if holds_all:
+                    known[of_all] = known[disk]
+        return known[disk]
 
     def rows(self, disk: str) -> list[int] | None:
         """Return the rows of the parameters that a fused tensor on disk holds; None if they are equal parts."""
@@ -254,7 +255,7 @@ class Names:
         return renamed[0], renamed[1]
 
     def _convert(self, disk: str) -> tuple[tuple[str, ...], bool]:
-        """Return the parameters that a tensor on disk holds, and whether those of other experts hold them, too."""
+        """Return the parameters that a tensor on disk holds, and whether they hold all experts."""
         name, pattern = self._rename(disk)
         if pattern is None:  # a name that no renaming is right for is the model's own
             return tuple(each for each in (name, disk) if each in self._parameters)[:1], False

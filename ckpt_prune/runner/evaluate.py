@@ -31,7 +31,6 @@ from ckpt_prune.options.commands import EvaluateOptions
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.runner.estimate import estimate_evaluation
 from ckpt_prune.runner.publish import note_loss
-from ckpt_prune.stages.report import find_report
 from ckpt_prune.verification.dense_source import is_source
 
 
@@ -117,19 +116,17 @@ def _note_loss(options: EvaluateOptions, result: Result) -> None:
         return  # in the Hub's cache, too, nothing is changed
     if not is_source(out, dense):
         return
-    report = find_report(out)
-    if report is not None and report.loss is not None and report.loss.file is not None:
-        Notices()(
-            f"the model card of {out} keeps the figures of {report.loss.file}: these are of the weights beside it"
-        )
-        return
     # Names without folders: a card is shown to others.
     read = [Path(place).name for place in (*options.text, options.data, options.images) if place is not None]
     named = [name for name in read if not loss.data.endswith(f" of {name}")]
     loss = loss.model_copy(update={"data": ", ".join([*named, loss.data])})
     try:
         earlier = note_loss(out, loss)
-        if earlier is not None and earlier.data != loss.data:
+        if earlier is not None and earlier.file is not None:
+            Notices()(
+                f"the model card of {out} keeps the figures of {earlier.file}: these are of the weights beside it"
+            )
+        elif earlier is not None and earlier.data != loss.data:
             now, was = (", ".join(figures_of(each)) for each in (loss, earlier))
             Notices()(f"the model card of {out} now says {now}, in place of {was} on {earlier.data}")
     except UserError as error:

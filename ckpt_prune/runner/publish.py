@@ -138,11 +138,13 @@ def replace_record(out: Path, report: Report) -> None:
 def note_loss(out: Path, loss: Loss) -> Loss | None:
     """Note a measured loss in the record and the card of a finished output, and return the one that stood there.
 
-    An output of `quantize` may have a loss for each model that it was compared with.
+    An output of `quantize` may have a loss for each model that it was compared with. That of a file in the output stays
+    where the weights beside it are measured.
     """
     report, rounded = find_report(out), find_record(out)
     if report is not None:
-        replace_record(out, report.model_copy(update={"loss": loss}))
+        if report.loss is None or report.loss.file is None or loss.file is not None:
+            replace_record(out, report.model_copy(update={"loss": loss}))
         return report.loss
     if rounded is not None:
         earlier = next((each for each in rounded.losses if each.against == loss.against), None)

@@ -34,7 +34,7 @@ from ckpt_prune.model.discovery.twin import IMAGE, IMAGES, KEYS, RATIO, Twin
 from ckpt_prune.model.family import QUOTIENTS
 from ckpt_prune.model.image_inputs import are_images
 from ckpt_prune.model.nested_keys import flat_keys, read_key, with_keys
-from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
+from ckpt_prune.model.skeleton import EXPERT, Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
 _GROUPS = ("n_group", "topk_group")
@@ -497,9 +497,10 @@ class Describer:
         places = self._places(run, trace, unit, count, named)
         if places is None:
             return "its heads lie in an order that a description cannot say"
-        hidden = run.states.shape[-1]
-        of_latents = [path for path in trace.producers if run.block.get_parameter(f"{path}.weight").shape[-1] != hidden]
-        elsewhere = trace.twice or (of_latents if is_latent else [])
+        elsewhere = [*trace.twice]
+        if is_latent:
+            inputs = {path: run.block.get_parameter(f"{path}.weight").shape[-1] for path in trace.producers}
+            elsewhere = elsewhere or [path for path, width in inputs.items() if width != run.states.shape[-1]]
         self.spaces["heads"] = {
             "units": "kv_heads",
             **places,
@@ -1021,13 +1022,9 @@ class Describer:
                 names = Names(build_skeleton(parsed, self.twin.architecture)).shapes
             except RefusedConfigError:
                 return set()
-            prefixes = tuple(self.prefix.format(block=block) for block in range(len(self.runs)))
+            prefixes = [self.prefix.format(block=block) for block in range(len(self.runs))]
             inside = (name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix))
-            return {
-                re.sub(r"(?<=experts)\.\d+\.", ".{expert}.", each).removesuffix(".bias")
-                for each in inside
-                if each.endswith(".bias")
-            }
+            return {EXPERT.sub(".{expert}.", each).removesuffix(".bias") for each in inside if each.endswith(".bias")}
 
         always = with_bias(())
         slots: dict[str, str | bool] = dict.fromkeys(sorted(always & modules), True)

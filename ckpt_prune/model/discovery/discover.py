@@ -295,9 +295,8 @@ def _settle(draft: Draft, twin: Twin) -> Family:
                 spaces = draft.description["spaces"].items()
                 named = next((name for name, own in spaces if module in modules_of([own])), "")
             if reason.startswith("attention.") and not draft.description["attention"].get("latent"):
-                draft.description["attention"]["latent"] = draft.description["attention"][
-                    "key"
-                ]  # its sizes are not those of heads
+                attention = draft.description["attention"]
+                attention["latent"] = attention["key"]  # its sizes are not those of heads
                 draft.description["dimensions"]["logits"] = []
                 draft.description["derived"]["logits"] = ["head_dim"]
                 if "heads" in draft.description["spaces"]:

@@ -381,7 +381,7 @@ def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
 
 
 def test_heads_that_must_divide_the_hidden_size_go_by_steps(dense: Dense) -> None:
-    """Of 4 heads of a hidden size of 16 the class of deepseek_v2 takes 4, 2 or 1, and that of deepseek_v3 any."""
+    """The hidden size is 16. deepseek_v2 then takes 4, 2 or 1 heads, and deepseek_v3 takes any number."""
     steps = {case.model_type: dense.model(case).stock_step("heads") for case in (BY_BEST, BY_TWO_BEST)}
     assert steps == {"deepseek_v2": 2, "deepseek_v3": 1}
 
