@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.job.plan import Plan, SitePlan
-from ckpt_prune.model.containers.choosing import PADDED
+from ckpt_prune.model.containers.choosing import ANY, PADDED, REMOTE
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Counting, Site, SpaceName
 from ckpt_prune.recipe.recipe import Recipe
@@ -99,12 +99,15 @@ def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
     chosen, needed = recipe.spaces[space].multiple_of, model.multiple(space)
     if model.family.spaces[space].kind == "experts":
         return lcm(chosen, needed)
-    step = _stock_step(model, recipe, space)
+    step = stock_step(model, recipe, space)
     return lcm(chosen, step) if chosen > 1 or step > 1 else needed
 
 
-def _stock_step(model: Model, recipe: Recipe, space: SpaceName) -> int:
-    return 1 if recipe.container == PADDED else model.stock_step(space)
+def stock_step(model: Model, recipe: Recipe, space: SpaceName) -> int:
+    """Return what kept units are a multiple of for a stock class; 1 if zeros or code of its own make up for others."""
+    own_code = recipe.container in (ANY, REMOTE) or recipe.widths == "per_layer"
+    has_own = own_code and not recipe.shares_stock and model.checkpoint.within is None
+    return 1 if recipe.container == PADDED or has_own else model.stock_step(space)
 
 
 def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Counting:
@@ -112,7 +115,7 @@ def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Counting:
 
     Steps of stock widths are a good part of all units: the nearest is taken, unless the recipe rounds up by its own.
     """
-    if recipe.spaces[space].multiple_of == 1 and _stock_step(model, recipe, space) > 1:
+    if recipe.spaces[space].multiple_of == 1 and stock_step(model, recipe, space) > 1:
         return "steps"
     return recipe.spaces[space].rounding or model.family.spaces[space].rounding
 

@@ -345,8 +345,8 @@ class Family(StrictModel):
 
     @property
     def keeps_divisors(self) -> bool:
-        """Whether no class, own code included, holds heads that do not divide the hidden size."""
-        return self.heads_divide_hidden and not (self.stand_ins or self.config_if_blocks_differ)
+        """Whether no stock class holds heads that do not divide the hidden size: code of its own alone does."""
+        return self.heads_divide_hidden and not self.stand_ins
 
     @property
     def labels(self) -> dict[str, str]:

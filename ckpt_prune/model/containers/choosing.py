@@ -281,7 +281,7 @@ def _check_shared_keys(model: Model, block: int, units: Mapping[SpaceName, int],
             kept = " and ".join(f"{count} of {name}" for name, count in counts.items())
             raise UserError(
                 f"one key of config.json ({key}) says how wide {' and '.join(counts)} of a {family.model_type} are, "
-                f"and {kept} would stay: prune both, by the same ratio and rounding (allocation: uniform)"
+                f"and {kept} would stay: say allocation: least-error, or the same ratio and rounding for both"
             )
 
 
@@ -491,8 +491,9 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
     container = Container(candidate.model_type, values)
     if candidate.config_if_blocks_differ and (candidate.heads_divide_hidden or _refusal(container, model) is not None):
         # The class checks the number that all blocks have: it stays the dense one, and blocks override it.
-        keys = [candidate.dimensions[name][0] for name in ("query_heads", "kv_heads")]
-        added = {key: getattr(model.config, key) for key in keys if key in first}
+        heads_key = candidate.dimensions["query_heads"][0]
+        counted = [space.config for space in model.family.spaces.values() if heads_key in space.config]
+        added = {key: getattr(model.config, key) for keys in counted for key in keys if key in first}
         first |= added
     overrides = {}
     for index, units in enumerate(widths):

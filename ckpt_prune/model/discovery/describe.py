@@ -269,6 +269,8 @@ class Describer:
         description["spaceless"] = self._spaceless(named) + sorted(modules_of(lacking))
         description["bias_slots"] = self._bias_slots(named)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
+        if description["heads_divide_hidden"]:
+            description["config_if_blocks_differ"] = {"allow_global_per_layer_attribute_access": True}
         return Draft(description, self.whole, self.counted)
 
     def _texts(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ckpt_prune.job.prepared import Prepared, RankedUnits
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, NoMoments
 from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics
+from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName, recipe_space
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.sizes import SizeKind
@@ -240,7 +241,7 @@ def _decide_by_errors(prepared: Prepared) -> Decisions:
         size = output_size(prepared, kind, widths)
         # A ratio means weights, without the biases that a container adds.
         if recipe.size is None or size <= limit:
-            losses = _losses(curves, counts, budget, crossed) if recipe.widths == "uniform" else None
+            losses = _losses(model, curves, counts, budget, crossed) if recipe.widths == "uniform" else None
             return replace(decisions, losses=losses)
         budget = min(budget - 1, limit - (size - size_at(prepared, kind, widths)) - outside)
     raise UserError(taken_up(prepared))
@@ -275,7 +276,7 @@ def _least_error_counts(
     prepared: Prepared, curves: Mapping[Site, Curve], budget: float, crossed: Sequence[CrossedSpaces]
 ) -> dict[Site, int]:
     if prepared.recipe.widths == "per_layer":
-        return _counts_per_block(curves, budget, crossed)
+        return _counts_per_block(prepared.model, curves, budget, crossed)
     model, by_space = prepared.model, dict[str, list[Curve]]()
     for site, curve in curves.items():
         by_space.setdefault(model.counted_as(site.space), []).append(curve)
@@ -285,9 +286,13 @@ def _least_error_counts(
     return {site: kept[model.counted_as(site.space)] for site in curves}
 
 
-def _counts_per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[CrossedSpaces]) -> dict[Site, int]:
-    """Return widths of every block for itself; all experts of one are as wide."""
-    merged_site = {site: site._replace(space=recipe_space(site.space)) for site in curves}
+def _counts_per_block(
+    model: Model, curves: Mapping[Site, Curve], budget: float, crossed: Sequence[CrossedSpaces]
+) -> dict[Site, int]:
+    """Return widths of every block for itself; all spaces whose width one config key states are as wide."""
+    pooling = model.family.pooling  # its block states it by itself
+    counted = {s: recipe_space(s) if s in pooling else model.counted_as(s) for s in {site.space for site in curves}}
+    merged_site = {site: site._replace(space=counted[site.space]) for site in curves}
     grouped: dict[Site, list[Curve]] = {}
     for site, curve in curves.items():
         grouped.setdefault(merged_site[site], []).append(curve)
@@ -309,12 +314,16 @@ def crossings_of(curves: Mapping[Site, Curve], crossed: Sequence[CrossedSpaces])
 
 
 def _losses(
-    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, crossed: Sequence[CrossedSpaces]
+    model: Model,
+    curves: Mapping[Site, Curve],
+    counts: Mapping[Site, int],
+    budget: float,
+    crossed: Sequence[CrossedSpaces],
 ) -> Losses:
     """Return the losses of shared widths and of widths per block, within the same budget."""
     crossings = crossings_of(curves, crossed)
     chosen = total_error(curves, counts, crossings)
-    per_block = total_error(curves, _counts_per_block(curves, budget, crossed), crossings)
+    per_block = total_error(curves, _counts_per_block(model, curves, budget, crossed), crossings)
     # The search per block is not exact. Shared widths are among its choices: it never does worse than they.
     return Losses(chosen, min(chosen, per_block))
 

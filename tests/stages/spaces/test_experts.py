@@ -376,7 +376,7 @@ def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
     spaces = {"mlp": {"score": "magnitude"}, "shared": {"score": "magnitude", "ratio": 0.5}}
     assert refusal_of(dense, {"ratio": 0.25, "spaces": spaces}, LED) == (
         "one key of config.json (moe_intermediate_size) says how wide mlp and shared of a deepseek_v3 are, and 16 of "
-        "mlp and 11 of shared would stay: prune both, by the same ratio and rounding (allocation: uniform)"
+        "mlp and 11 of shared would stay: say allocation: least-error, or the same ratio and rounding for both"
     )
 
 

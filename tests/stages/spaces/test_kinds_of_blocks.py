@@ -25,7 +25,7 @@ LATENT: dict[str, Any] = {
     **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
-CONFIGS = {"qwen2_moe": MIXED, "qwen3_moe": MIXED, "deepseek_v3": LATENT}
+CONFIGS = {"qwen2_moe": MIXED, "qwen3_moe": MIXED, "deepseek_v3": LATENT, "deepseek_v2": LATENT, "minicpm3": LATENT}
 
 
 def save(folder: Path, model_type: str, **config: Any) -> Path:
@@ -68,6 +68,9 @@ def test_spaces_that_no_block_has_are_left_out(tmp_path: Path) -> None:
         ("qwen2_moe", {"recipe": "ridge", "target_params": "80%"}),
         ("qwen3_moe", {"recipe": "best", "ratio": 0.25, "container": "any"}),
         ("deepseek_v3", {"recipe": "ridge", "ratio": 0.25}),
+        ("deepseek_v3", {"recipe": "best", "ratio": 0.25}),  # one key says how wide experts and shared ones are
+        ("deepseek_v2", {"recipe": "best", "ratio": 0.25}),
+        ("minicpm3", {"recipe": "best", "ratio": 0.5}),  # its class refuses heads that do not divide the hidden size
     ],
 )
 def test_it_is_estimated_sized_pruned_verified_and_reported(
