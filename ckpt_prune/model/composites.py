@@ -288,7 +288,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
     if part.auto == "AutoModelForCausalLM":  # blocks that predict further tokens have the widths of the part's
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
-    if part.auto == "AutoModel":
+    if part.stack is None:
         convert_as_whole(str(whole.config["model_type"]), str(config["model_type"]))
     if part.described is None and config["model_type"] not in known_families():
         from ckpt_prune.model.discovery.discover import Stack, discover

@@ -292,6 +292,15 @@ class Names:
             return parameter
         return next(disk for disk in self.shapes if parameter in self.parameters(disk))
 
+    def parts(self, parameter: str) -> dict[str, int]:
+        """Return the tensors on disk whose rows, one behind the other, make up a parameter → how many rows each has.
+
+        None if one tensor holds it all.
+        """
+        if not self.is_part(self.saved_as(parameter)):
+            return {}
+        return {disk: shape[0] for disk, shape in self.shapes.items() if self.parameters(disk) == (parameter,)}
+
     def shape(self, disk: str) -> Shape | None:
         """Return the shape that a tensor on disk must have; None if the model has no place for it."""
         parameters = self.parameters(disk)
@@ -354,7 +363,7 @@ def stock_names(config: dict[str, Any], architecture: str) -> Names:
 def convert_as_whole(whole: str, part: str) -> None:
     """Let transformers convert weights of a part by itself as those of the whole, if it has no way of its own.
 
-    Only the whole has such a part, as its `model_type` tells (GLM-4.5V, whose experts are stored one by one).
+    Only the whole has such a part, as its `model_type` tells (GLM-4.5V and MiniMax M3, with experts stored one by one).
     """
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,

@@ -248,13 +248,13 @@ class BlockFactory:
     def _join_parts(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors with those joined that make up one parameter: experts without a space, or fused rows."""
         given = dict(tensors)
-        joined = {name: each.dim() for name, each in module.named_parameters() if each.dim() > 2}
+        joined = {name: each.dim() for name, each in module.named_parameters() if each.dim() > 1}
         apart: dict[str, dict[str, list[str]]] = {}  # parameter → linear module without its number → of each expert
         for disk in tensors if joined else ():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
             if len(parameters) != 1 or parameters[0].removeprefix(f"{path}.") not in joined:
                 continue
-            if self.names.is_part(disk):
+            if self.names.is_part(disk) and parameters == self.names.parameters(disk):  # no expert with a space
                 apart.setdefault(parameters[0], {}).setdefault(re.sub(r"\.\d+\.", ".", disk), []).append(disk)
         for parameter, linears in apart.items():
             order = dict.fromkeys(re.sub(r"\.\d+\.", ".", disk) for disk in self.names.shapes)

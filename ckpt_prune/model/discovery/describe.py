@@ -671,7 +671,13 @@ class Describer:
                 return None
             if bool((owner < 0).all()):  # what all units read
                 continue
-            before, rows = self._rows_on_disk(f"{run.path}.{path}.weight", len(owner))
+            parameter = f"{run.path}.{path}.weight"
+            if parts := self.names.parts(parameter):
+                prefix = self.prefix.format(block=run.path.rpartition(".")[2])
+                modules = (name.removeprefix(prefix).removesuffix(".weight") for name in parts)
+                owners |= zip(modules, owner.split([*parts.values()]), strict=True)
+                continue
+            before, rows = self._rows_on_disk(parameter, len(owner))
             if not rows:
                 return None
             place = owners.setdefault(self.on_disk(run, path), torch.full((rows,), -1))

@@ -177,13 +177,16 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
 def _place(plain: dict[str, Any], architecture: str, stack: str | None) -> Path:
     """Return the file in the user's cache: by the class's code, and by the config without its sizes."""
     import transformers
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     parsed = parse_config(plain)
     module: Any = import_module(stock_class(architecture, parsed).__module__)
     small, _ = next(small_configs(plain, FIRST))
     small.pop("transformers_version", None)
     own = sorted(Path(__file__).parent.glob("*.py"))  # of two checkouts of one version each finds what it can
-    text = json.dumps([__version__, transformers.__version__, architecture, stack, small], sort_keys=True, default=str)
+    converted = get_checkpoint_conversion_mapping(str(plain["model_type"])) is not None  # perhaps as in the whole alone
+    named = [__version__, transformers.__version__, architecture, stack, small, converted]
+    text = json.dumps(named, sort_keys=True, default=str)
     digest = hashlib.sha256(
         b"".join(path.read_bytes() for path in (*own, Path(module.__file__))) + text.encode()
     ).hexdigest()
