@@ -289,6 +289,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
     if part.stack is None:
+        _refuse_split_experts(whole, name, part, names)
         convert_as_whole(str(whole.config["model_type"]), str(config["model_type"]))
     if part.described is None and config["model_type"] not in known_families():
         from ckpt_prune.model.discovery.discover import Stack, discover
@@ -340,6 +341,22 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False, space
         config |= widths
     within = PartOf(whole, name, part.config or "", stored_as, other_prefixes, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
+
+
+def _refuse_split_experts(whole: "Checkpoint", name: str, part: Part, names: "Names") -> None:
+    """Refuse a part whose experts stand in one list with others, in files that do not say which are whose."""
+    from ckpt_prune.model.skeleton import EXPERT
+
+    for stored in whole.tensors:
+        held = names.parameters(stored) if EXPERT.search(stored) else ()
+        if len(held) > 1 and _inner_name(part, held[0]) is not None:
+            first, second = (each.rpartition(".")[0] for each in held[:2])
+            others = [f"--part {other}" for other in load_composite(whole.config).parts if other != name]
+            raise UserError(
+                f"--part {name} of {whole.config['model_type']} cannot be pruned: its files number the experts of "
+                f"{first} and {second} in one list ({stored}), which cannot be taken apart"
+                + (f"; {' or '.join(others)} can be pruned" if others else "")
+            )
 
 
 def _keep_fixed(description: dict[str, Any]) -> dict[str, Any]:

@@ -295,11 +295,22 @@ class Names:
     def parts(self, parameter: str) -> dict[str, int]:
         """Return the tensors on disk whose rows, one behind the other, make up a parameter → how many rows each has.
 
-        None if one tensor holds it all.
+        None if one tensor holds it all, or stacks of experts make it up.
         """
-        if not self.is_part(self.saved_as(parameter)):
+        first = self.saved_as(parameter)
+        if not self.is_part(first) or len(self.shapes[first]) < self._parameters[parameter].dim():
             return {}
         return {disk: shape[0] for disk, shape in self.shapes.items() if self.parameters(disk) == (parameter,)}
+
+    def fit_together(self, disk: str, shapes: Mapping[str, Shape]) -> bool:
+        """Return whether a tensor makes up a parameter with others, however many of its rows each of them has.
+
+        Published files of Molmo 2 have rows for added tokens apart, and transformers saves two halves.
+        """
+        rows = self.parts(self.parameters(disk)[0]) if self.is_part(disk) else {}
+        have = [shapes.get(name, (0,)) for name in rows]
+        is_whole = bool(rows) and sum(rows.values()) == sum(shape[0] for shape in have)
+        return is_whole and all(shape[1:] == self.shapes[disk][1:] for shape in have)
 
     def shape(self, disk: str) -> Shape | None:
         """Return the shape that a tensor on disk must have; None if the model has no place for it."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -24,10 +24,12 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_tensors
 from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS, STRENGTH, Pixels, randomise
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.pairs import choose_cases
+from tests.refusals import refusal
 
 from .models import BLOCKS, WINDOW
 from .whole import Whole, assert_same_outputs, outputs
@@ -163,6 +165,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": TEXT
         | {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
         "vision_config": EYES | {"intermediate_size": 24},
+    },
+    "molmo2": {
+        "text_config": TEXT | {"head_dim": 8, "additional_vocab_size": 3},
+        "vision_config": EYES | {"image_size": [12, 12], "num_hidden_layers": 3},
+        "adapter_config": {"vision_feature_layer": [-1], "intermediate_size": 24, "text_hidden_size": 16},
     },
     "qwen3_5": {
         "text_config": TEXT
@@ -304,6 +311,7 @@ CASES = [
     PartCase("llava_next", "text", (("heads", 0.5), *MLP)),
     PartCase("minimax_m3_vl", "text", (("heads", 0.5), ("shared", 0.25))),
     PartCase("mistral3", "text", (("heads", 0.5), *MLP)),
+    PartCase("molmo2", "text", MLP),
     PartCase("qwen3_5", "text", MLP),
     PartCase("qwen3_vl", "text", (("heads", 0.5), *MLP)),
     PartCase("smolvlm", "text", (("heads", 0.5), *MLP)),
@@ -311,7 +319,17 @@ CASES = [
     PartCase("depth_anything", "backbone", (("heads", 0.5), ("mlp", 0.5))),
     PartCase("upernet", "backbone", (("mlp", 0.5),)),
 ]
-NO_IMAGES = ("aya_vision", "gemma4", "idefics3", "internvl", "llava_next", "minimax_m3_vl", "mistral3", "smolvlm")
+NO_IMAGES = (
+    "aya_vision",
+    "gemma4",
+    "idefics3",
+    "internvl",
+    "llava_next",
+    "minimax_m3_vl",
+    "mistral3",
+    "molmo2",
+    "smolvlm",
+)
 """Composites that are run on text alone here: their own classes cut images, or want sizes with them."""
 
 
@@ -350,6 +368,8 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
     with quiet_transformers():
         case.model.save_pretrained(folder, max_shard_size="30KB")
     tiny_tokenizer().save_pretrained(folder)
+    if case.model_type == "molmo2":
+        move_rows(folder)
     model = open_model(str(folder), Opening(part=case.part))
     cpu, data = torch.device("cpu"), case.samples()
     statistics = measure_statistics(
@@ -405,8 +425,25 @@ def test_a_tower_is_masked(tmp_path: Path) -> None:
     assert all(check.passed for check in verify(tmp_path / "out", folder))
 
 
+def move_rows(folder: Path) -> None:
+    """Write rows of tokens and of added tokens as published files have them: transformers saves two halves."""
+    tensors = read_tensors(folder)
+    first, second = (f"model.transformer.wte.{name}embedding" for name in ("", "new_"))
+    tensors[first], tensors[second] = torch.cat([tensors[first], tensors[second]]).split([VOCAB, 3])
+    for file in [*folder.glob("*.safetensors*")]:
+        file.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_an_embedding_in_two_tensors_keeps_its_tokens(tmp_path: Path) -> None:
+    with quiet_transformers():
+        PartCase("molmo2", "text", MLP).model.save_pretrained(tmp_path)
+    reason = "molmo2_text ties wte.new_embedding to the number of its tokens: the vocabulary stays whole"
+    assert refusal(vocabulary_tensors, open_model(str(tmp_path), Opening(part="text"))) == reason
 
 
 def test_modules_of_parts_are_those_of_their_class() -> None:

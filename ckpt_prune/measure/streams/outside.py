@@ -119,9 +119,13 @@ def load_outside(factory: Surroundings, tensors: Iterable[str], read: ReadTensor
     for name, own in parameters.items():  # one by one: each takes its room twice while it is cast
         if unread >= set(own):
             zero = torch.zeros((), device=factory.device, dtype=factory.dtype)
-            parts = [zero.expand(model.get_parameter(each).shape) for each in own]
+            parts = tuple(zero.expand(model.get_parameter(each).shape) for each in own)
+        elif (
+            rows := factory.names.parts(own[0]) if factory.names.is_part(name) else {}
+        ):  # Molmo 2's embedding is in two
+            parts = (torch.cat([read([each])[each] for each in rows]),)
         else:
-            parts = list(factory.split(name, read([name])[name]))
+            parts = factory.split(name, read([name])[name])
         for parameter, part in zip(own, parts, strict=True):
             place, _, attribute = parameter.rpartition(".")
             value = part.to(factory.device, factory.dtype if part.is_floating_point() else part.dtype)

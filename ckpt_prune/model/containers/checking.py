@@ -84,5 +84,6 @@ def check_shapes(
         raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
     for name, shape in expected.items():
         fits = shape is None or tuple(actual[name]) == shape or names.is_turned(name, tuple(actual[name]))
+        fits = fits or names.fit_together(name, actual)
         if not fits and not name.startswith(other_prefixes):
             raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")

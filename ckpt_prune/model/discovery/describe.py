@@ -281,7 +281,8 @@ class Describer:
         # Two stacks may read one table, each in a module of its own, or tables of their own, of which one is the head.
         ties = self.names.ties
         tied = ties.get(f"{head}.weight") or ties.get(f"{embedding}.weight")
-        embedding = embedding and self.names.saved_as(tied or f"{embedding}.weight").removesuffix(".weight")
+        stored = embedding and self.names.saved_as(tied or f"{embedding}.weight")
+        embedding = stored.removesuffix(".weight") if stored and stored.endswith(".weight") else embedding
         head = head and self.names.saved_as(f"{head}.weight").removesuffix(".weight")
         return {
             "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
@@ -675,7 +676,7 @@ class Describer:
             if parts := self.names.parts(parameter):
                 prefix = self.prefix.format(block=run.path.rpartition(".")[2])
                 modules = (name.removeprefix(prefix).removesuffix(".weight") for name in parts)
-                owners |= zip(modules, owner.split([*parts.values()]), strict=True)
+                owners |= zip(modules, torch.split(owner, [*parts.values()]), strict=True)
                 continue
             before, rows = self._rows_on_disk(parameter, len(owner))
             if not rows:

@@ -77,7 +77,8 @@ def vocabulary_tensors(model: Model) -> frozenset[str]:
         before, after = (names.shape(name) for names in sides)
         if before == after:
             continue
-        if before is None or after is None or after != (before[0] + 1, *before[1:]) or name.startswith(prefixes):
+        is_part = name.startswith(prefixes) or sides[0].is_part(name)  # of a block, or of a table in several tensors
+        if before is None or after is None or after != (before[0] + 1, *before[1:]) or is_part:
             raise UserError(f"{family.model_type} ties {name} to the number of its tokens: the vocabulary stays whole")
         if info.shape != before or info.transposed:
             raise UserError(f"{checkpoint.path}: {name} has the shape {info.shape}, and config.json says {before}")

@@ -5,11 +5,13 @@ import warnings
 import pytest
 from transformers import CONFIG_MAPPING
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composites import Composite
+from ckpt_prune.model.composites import Composite, extract_part
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.discovery.parts import find_composite
 from tests.refusals import refusal
+from tools.families import write_tiny
 
 
 def found(model_type: str) -> Composite:
@@ -75,6 +77,17 @@ def test_what_has_no_tower_says_so():
 )
 def test_parts_that_cannot_be_pruned_say_why(model_type, part, reason):
     assert found(model_type).refused == {part: reason}
+
+
+def test_experts_that_files_number_in_one_list_with_others_cannot_be_taken_apart(tmp_path):
+    with warnings.catch_warnings(action="ignore"):
+        whole = Checkpoint.open(write_tiny("ernie4_5_vl_moe", None, tmp_path))
+    block = "model.language_model.layers.1.mlp"
+    assert refusal(extract_part, whole, "text") == (
+        f"--part text of ernie4_5_vl_moe cannot be pruned: its files number the experts of {block}.text_moe.experts "
+        f"and {block}.vision_moe.experts in one list (model.layers.1.mlp.experts.0.down_proj.weight), which cannot be "
+        "taken apart; --part vision can be pruned"
+    )
 
 
 @pytest.mark.parametrize("find", [find_composite, discover])
