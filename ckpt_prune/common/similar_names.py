@@ -23,7 +23,7 @@ def did_you_mean(given: str, known: Iterable[str], most: int = 1, likeness: floa
 
 
 def similar_siblings(missing: Path, is_meant: Callable[[Path], bool]) -> list[Path]:
-    """Return what lies beside a missing path under a similar or longer name; nothing if its folder cannot be read.
+    """Return what lies beside a missing path under a similar name, or a longer one (wiki.train.txt for wiki.txt).
 
     Args:
         is_meant: tells what may be suggested from what may not, such as files from folders.
@@ -34,4 +34,11 @@ def similar_siblings(missing: Path, is_meant: Callable[[Path], bool]) -> list[Pa
         return []
     near = similar_names(missing.name, siblings)
     longer = [name for name in siblings if missing.name and name.startswith(missing.name)]
+    longer += [name for name in siblings if name.startswith(f"{missing.stem}.") and name.endswith(missing.suffix)]
     return [missing.with_name(name) for name in near or longer[:3]]
+
+
+def ask_for_sibling(missing: Path, is_meant: Callable[[Path], bool] = Path.is_file) -> str:
+    """Return ` (did you mean x?)` with what `similar_siblings` finds, or an empty string."""
+    near = similar_siblings(missing, is_meant)
+    return f" (did you mean {' or '.join(map(str, near))}?)" if near else ""

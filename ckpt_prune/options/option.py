@@ -29,7 +29,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.model_folder import find_local_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import check_ratio
-from ckpt_prune.common.similar_names import similar_siblings
+from ckpt_prune.common.similar_names import ask_for_sibling
 from ckpt_prune.common.value_words import explain_value, message_of
 
 Given = TypeVar("Given")
@@ -293,9 +293,7 @@ def _check_output_place(path: Path) -> Path:
 
 def _check_exists(path: Path | None) -> Path | None:
     if path is not None and not path.exists():
-        near = similar_siblings(path, Path.exists)
-        hint = f" (did you mean {' or '.join(map(str, near))}?)" if near else ""
-        raise ValueError(f"there is no such file or folder{hint}")
+        raise ValueError(f"there is no such file or folder{ask_for_sibling(path, Path.exists)}")
     return path
 
 

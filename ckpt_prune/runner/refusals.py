@@ -8,6 +8,7 @@ from ckpt_prune.checkpoint.model_folder import check_output_folder, fetch_config
 from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_inside, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
+from ckpt_prune.common.similar_names import ask_for_sibling
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import parse_suite
@@ -366,7 +367,7 @@ def _check_tasks(options: EvaluateOptions) -> None:
         raise UserError("--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own")
     missing = [name for name in files if not Path(name).is_file()]
     if missing:
-        raise UserError(f"{missing[0]}: no such file of items")
+        raise UserError(f"{missing[0]}: no such file of items{ask_for_sibling(Path(missing[0]))}")
     if (files or glue) and options.include_path is not None:
         source = ".jsonl files" if files else glue[0]
         raise UserError(f"--include-path is for lm-eval tasks: it does not go with {source}")

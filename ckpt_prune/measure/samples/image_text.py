@@ -19,6 +19,7 @@ from ckpt_prune.checkpoint.files import Stamp, read_unchanged
 from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
+from ckpt_prune.common.similar_names import ask_for_sibling
 from ckpt_prune.common.text_encoding import check_unicode, parse_json_rows
 from ckpt_prune.measure.samples.conversations import write_messages
 from ckpt_prune.measure.samples.image_files import describe_error
@@ -71,7 +72,7 @@ def read_talks(file: Path) -> list[Talk]:
     An image is named relative to the file.
     """
     if not file.is_file():
-        raise UserError(f"{file}: no such file of rows with images")
+        raise UserError(f"{file}: no such file of rows with images{ask_for_sibling(file)}")
     talks = [_read_talk(where, row, file.parent) for where, row in parse_json_rows(file, read_content(file))]
     if not any(talk.images for talk in talks):
         raise UserError(f"{file}: no row has an image; each is {_FORM}, and text alone goes with --text")

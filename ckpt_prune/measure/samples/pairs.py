@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
+from ckpt_prune.common.similar_names import ask_for_sibling
 from ckpt_prune.common.text_encoding import check_unicode, parse_json_rows
 from ckpt_prune.measure.samples.audio import SUFFIXES, AudioSamples
 from ckpt_prune.measure.samples.samples import ScoredWindows
@@ -54,7 +55,7 @@ def read_pairs(file: Path, *, audio: bool = False) -> list[Pair]:
     A sound is named relative to the file.
     """
     if not file.is_file():
-        raise UserError(f"{file}: no such file of pairs")
+        raise UserError(f"{file}: no such file of pairs{ask_for_sibling(file)}")
     rows = parse_json_rows(file, read_content(file))
     pairs = [_read_sound(where, row, file.parent) if audio else _read_pair(where, row) for where, row in rows]
     if not pairs:
