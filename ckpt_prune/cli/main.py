@@ -142,4 +142,5 @@ def main() -> None:
       ckpt-prune evaluate OUT --against MODEL --text held_out.txt
 
     Bad input exits with 2 and leaves nothing behind, a failed check with 1. Ctrl-C keeps what is done, for --resume.
+    Sizes are printed in decimal units, 1 MB = 1,000,000 bytes; options read MB and MiB.
     """

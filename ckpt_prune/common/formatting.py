@@ -4,8 +4,8 @@ import math
 
 
 def human_bytes(count: int) -> str:
-    """Format bytes in binary units with three significant digits: `human_bytes(13_476_839_424)` is `12.6 GiB`."""
-    return _scale(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
+    """Format bytes in decimal units with three significant digits: `human_bytes(13_476_839_424)` is `13.5 GB`."""
+    return _scale(count, ("B", "KB", "MB", "GB", "TB", "PB"), " ")
 
 
 def decimal_bytes(count: float) -> str:
@@ -22,17 +22,17 @@ def decimal_bytes(count: float) -> str:
 
 def human_count(count: int) -> str:
     """Format a count in thousands, millions, billions: `human_count(6_738_415_616)` is `6.74B`."""
-    return _scale(count, 1000, ("", "K", "M", "B", "T"), "")
+    return _scale(count, ("", "K", "M", "B", "T"), "")
 
 
-def _scale(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
+def _scale(count: int, suffixes: tuple[str, ...], gap: str) -> str:
     power = 0
     # Compare what would be printed, not the raw value: 999,999 is "1.00M", never "1000K".
-    while power < len(suffixes) - 1 and round(abs(count) / base**power) >= base:
+    while power < len(suffixes) - 1 and round(abs(count) / 1000**power) >= 1000:
         power += 1
     if power == 0:
         return f"{count}{gap}{suffixes[0]}".rstrip()
-    value = count / base**power
+    value = count / 1000**power
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f}{gap}{suffixes[power]}"
 

@@ -82,9 +82,7 @@ def read_device_map(options: SpreadOptions) -> DeviceMap | None:
         except ValueError:
             value = None
         if value is None or not (name == "cpu" or name.isdigit()):
-            raise UserError(
-                f"--max-memory {limit}: expected cpu=SIZE or the number of a GPU, 0=SIZE, such as cpu=24GiB"
-            )
+            raise UserError(f"--max-memory {limit}: expected cpu=SIZE or the number of a GPU, 0=SIZE, such as cpu=24GB")
         limits[int(name) if name.isdigit() else name] = value
     return DeviceMap(limits)
 

@@ -139,7 +139,7 @@ class SizeOptions(Options):
     """Parameters to come down to: 5.0B, or 70% of the dense model's. It replaces every ratio of the recipe; the
     recipe's allocation decides the widths."""
     target_bytes: str | None = option(default=None, metavar="SIZE")
-    """Bytes of tensors on disk to come down to: 9.5GiB or 70%. With `prune --for llama.cpp` and no --recipe, bytes of
+    """Bytes of tensors on disk to come down to: 9.5GB or 70%. With `prune --for llama.cpp` and no --recipe, bytes of
     the GGUF file: types of its matrices, and columns of MLPs, are chosen by what they lose."""
     target_flops: str | None = option(default=None, metavar="SIZE")
     """FLOPs of one forward pass to come down to: 2.3T or 70%. They are those that `ckpt-prune inspect` prints: of one

@@ -59,7 +59,7 @@ class SpreadOptions(Options):
     """auto: spread a whole model over GPUs, memory and disk, with accelerate (needs the extra devices). [default: one
     device]"""
     max_memory: Strings = option(default=(), metavar="DEVICE=SIZE")
-    """Most memory that a device gives to it: cpu=24GiB, or 0=70GiB for the first GPU. May be repeated. [default: what
+    """Most memory that a device gives to it: cpu=24GB, or 0=70GB for the first GPU. May be repeated. [default: what
     is free]"""
 
 
@@ -67,8 +67,8 @@ class StateMemoryOptions(Options):
     """Memory for hidden states."""
 
     group = MACHINE
-    state_memory: float = option(default=8.0, ge=0, le=2**20, metavar="GIB", digest="none")
-    """GiB of hidden states to keep in memory. More of them go to memory-mapped files; no result changes. They take
+    state_memory: float = option(default=8.0, ge=0, le=2**20, metavar="GB", digest="none")
+    """GB of hidden states to keep in memory. More of them go to memory-mapped files; no result changes. They take
     samples x tokens x hidden size x 4 bytes (2 in bfloat16), twice if two models are run."""
 
 

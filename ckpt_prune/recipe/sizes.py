@@ -1,4 +1,4 @@
-"""Sizes that a model shall have, as users write them: 5.0B parameters, 9.5GiB, 850 GFLOPs, 12ms, 50% of the dense."""
+"""Sizes that a model shall have, as users write them: 5.0B parameters, 9.5GB, 850 GFLOPs, 12ms, 50% of the dense."""
 
 import re
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ _UNITS: dict[SizeKind, _Unit] = {
     "bytes": _Unit(
         "bytes",
         {"": 1, "b": 1} | _powers("kmgtp", 1000, "") | _powers("kmgtp", 1000, "b") | _powers("kmgtp", 1024, "ib"),
-        "9.5GiB (KiB to PiB), 10GB or 10G (KB to PB), 10000000000",
+        "9.5GB or 9.5G (KB to PB), 9.5GiB (KiB to PiB), 10000000000",
     ),
     "flops": _Unit(
         "FLOPs",
@@ -186,7 +186,7 @@ class TargetSize(Strict):
     """
 
     params: SizeText | None = Field(None, description="Parameters: 5.0B, 5_000_000_000, or 50% of the dense model's.")
-    bytes: SizeText | None = Field(None, description="Bytes of tensors on disk: 9.5GiB, 10GB, or 50%.")
+    bytes: SizeText | None = Field(None, description="Bytes of tensors on disk: 9.5GB, 9.5GiB, or 50%.")
     flops: SizeText | None = Field(None, description="FLOPs of one forward pass, as inspect counts: 2.3T, or 50%.")
     latency: SizeText | None = Field(
         None,

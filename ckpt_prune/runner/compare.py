@@ -41,7 +41,7 @@ def compare_models(options: CompareOptions) -> block_comparison.Comparison:
         ModelView(ours, target, container=container),
         chosen,
         compute_dtype=resolve_compute_dtype(options.compute_dtype, target),
-        allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
+        allocate=StateMemory(int(options.state_memory * 10**9), Path(tempfile.gettempdir())),
     )
     if options.plot is not None:
         title = f"{comparison.model.name} beside {comparison.reference.name}"

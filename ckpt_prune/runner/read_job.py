@@ -220,7 +220,7 @@ def check_job_output(
 
 
 def state_memory(options: Any) -> StateMemory:
-    return StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
+    return StateMemory(int(options.state_memory * 10**9), partial_of(options.output))
 
 
 def read_live(options: Any, model: Model, device: torch.device, say: Callable[[str], None]) -> LiveSamples:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.evaluation.quality import judge, lines_of
 from ckpt_prune.evaluation.whole_model import config_of, load_model
 from ckpt_prune.job.report import Loss
@@ -77,7 +78,7 @@ class Proof(BaseModel):
         generated = f", {self.speeds[1]:.0f} generated" if self.speeds[1] else ""
         return [
             f"{self.runtime}, {self.type}: {self.figures}",
-            f"tokens a second: {self.speeds[0]:.0f} read{generated}; memory {self.memory / 2**20:.0f} MiB{split}",
+            f"tokens a second: {self.speeds[0]:.0f} read{generated}; memory {human_bytes(self.memory)}{split}",
             *(line for loss in self.losses[1:] for line in lines_of(loss)[:1]),
             *([] if self.lacking is None else [self.lacking]),
             self._verdict(),

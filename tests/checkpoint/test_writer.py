@@ -314,12 +314,12 @@ class TestRules:
     def test_no_room(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * 2**20))
         assert refusal(out) == (
-            f"{out.parent} has 64.0 MiB free and the output needs 64.0 MiB; free space or choose another place"
+            f"{out.parent} has 67.1 MB free and the output needs 67.1 MB; free space or choose another place"
         )
         size = 10 * 2**30
         big = {"model.safetensors": {"w": torch.empty(size // 4, device="meta")}}
         with (
-            pytest.raises(UserError, match=r"has 64\.0 MiB free and the output needs 10\.1 GiB; free space"),
+            pytest.raises(UserError, match=r"has 67\.1 MB free and the output needs 10\.8 GB; free space"),
             writing(out, layout_of(big), job="j", sharded=False),
         ):
             pass
@@ -329,7 +329,7 @@ class TestRules:
         leave_unfinished(out, two_files())
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-            assert "0 B free and the output needs 64.0 MiB" in refusal(out, two_files(), resume=True)
+            assert "0 B free and the output needs 67.1 MB" in refusal(out, two_files(), resume=True)
         assert out.with_name("out.partial").is_dir()
 
     def test_a_parent_that_cannot_be_written(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

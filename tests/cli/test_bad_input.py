@@ -338,7 +338,7 @@ def test_too_little_memory_is_told_before_a_run(monkeypatch):
     monkeypatch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: 2**30)
     assert Estimate(1.0, 2 * 2**30, 0).warning is None  # the GiB that this process already holds counts
     assert Estimate(1.0, 3 * 2**30, 0).warning.endswith(
-        "and only 1.00 GiB of memory are free: close other programs, or see by --dry-run what fewer --samples take"
+        "and only 1.07 GB of memory are free: close other programs, or see by --dry-run what fewer --samples take"
     )
 
 

@@ -95,9 +95,9 @@ Abacus 3, 2 cores, 1 thread a model
 torch 2.13, onnx 1.23
 2 rounds after 1 of warm-up
 
-       runtime   on                 type  parameters   on disk  base memory  peak memory
-A      PyTorch  cpu                 fp32       1.23M  5.00 MiB      300 MiB     1.00 GiB
-B  onnxruntime  cpu  fp16, fused for cpu           -     999 B            -            -
+       runtime   on                 type  parameters  on disk  base memory  peak memory
+A      PyTorch  cpu                 fp32       1.23M  5.24 MB       315 MB      1.07 GB
+B  onnxruntime  cpu  fp16, fused for cpu           -    999 B            -            -
 
 batch 8, prefill of 128 tokens:
        runtime   p50 ms   p95 ms      tokens/s  p50 to A's  FLOPs  FLOPs to A's

@@ -84,11 +84,11 @@ def whole(site, index) -> float:
 
 DRY = """\
 widths per block (--recipe best) would lose less, and need remote code
-                     before     after  share
-parameters            5.20K     3.28K  63.1%
-bytes              20.3 KiB  12.8 KiB  63.1%
-FLOPs / 32 tokens      418K      229K  54.9%
-KV cache / token      128 B      64 B  50.0%
+                    before    after  share
+parameters           5.20K    3.28K  63.1%
+bytes              20.8 KB  13.1 KB  63.1%
+FLOPs / 32 tokens     418K     229K  54.9%
+KV cache / token     128 B     64 B  50.0%
 kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds \
 widths of that size that lose less
 to be stored as a stock class (llama or one that computes the same), or with code of its own where there is none; \

@@ -75,9 +75,9 @@ def test_a_dry_run_tells_where_a_70b_model_would_go_without_its_weights(place):
     room = ("--device-map", "auto", "--max-memory", "cpu=16GiB")
     assert ok("evaluate", "large", "--dry-run", *room) == (
         "large, float32:\n\n"
-        "device  parts     bytes      room\n"
-        "cpu         3  10.3 GiB  16.0 GiB\n"
-        "disk       81   253 GiB         -\n\n"
+        "device  parts    bytes     room\n"
+        "cpu         3  11.0 GB  17.2 GB\n"
+        "disk       81   271 GB        -\n\n"
         "what is left on disk is read again for every batch\n"
     )
 

@@ -159,7 +159,7 @@ def test_what_it_takes_is_told_before(place, monkeypatch):
     line = ok(*pair, "--dry-run").removeprefix("it takes ").strip()
     monkeypatch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: 2**20)
     told = run(*pair).stderr
-    assert f"this takes {line}, and only 1.00 MiB of memory are free: close other programs" in told
+    assert f"this takes {line}, and only 1.05 MB of memory are free: close other programs" in told
 
 
 def test_a_model_that_is_loaded_whole_says_so_where_memory_is_short(place, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.cli.proof import describe_continuation
+from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.onnx import export as exporting
 from ckpt_prune.onnx.records import Continuation
 from tests.cli.running import edit_weights, listing, ok, poison, read_json, read_refusal, run
@@ -70,8 +71,7 @@ def files(folder: str) -> list[str]:
 
 
 def size(folder: str) -> str:
-    kib = (Path(folder) / "model.onnx").stat().st_size / 1024
-    return f"{kib:.0f} KiB" if kib >= 100 else f"{kib:.1f} KiB"
+    return human_bytes((Path(folder) / "model.onnx").stat().st_size)
 
 
 # ---- what it says --------------------------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
     assert ok("verify", "out").count(" ok\n") == 10
     shown = re.sub(" +", " ", ok("inspect", "out"))
     assert re.search(
-        r"^folder out\nholds 2 ONNX graphs, \S+ KiB; no checkpoint\nfor text-generation, with cache\n"
+        r"^folder out\nholds 2 ONNX graphs, \S+ KB; no checkpoint\nfor text-generation, with cache\n"
         r"made from decoder \([0-9a-f]{12}\), by ckpt_prune \S+\ncompared on text.txt\n\n.*\n"
-        r"model_int8.onnx int8 20 \S+ KiB 1 in 8-bit blocks of 32, 10 in int8 yes\n"
-        r"model_q4.onnx int4 20 \S+ KiB 11 in 4-bit blocks of 32 yes\n$",
+        r"model_int8.onnx int8 20 \S+ KB 1 in 8-bit blocks of 32, 10 in int8 yes\n"
+        r"model_q4.onnx int4 20 \S+ KB 11 in 4-bit blocks of 32 yes\n$",
         shown,
     )
     ratio = "out holds ONNX graphs: --ratio asks for the checkpoint they were made from"

@@ -28,7 +28,7 @@ DENSE = """\
 model       dense
 family      llama (LlamaForCausalLM)
 for         text-generation
-weights     float32, 20.3 KiB in 1 file(s)
+weights     float32, 20.8 KB in 1 file(s)
 parameters  5.20K
 of these    mlp 2.30K (44%), attention 1.54K (30%), embedding 640 (12%), head 640 (12%), rest 80 (2%)
 blocks      2, 1.95K parameters each; whole ones can go (--recipe depth)
@@ -45,9 +45,9 @@ mlp                 24 x column       2.30K        llama        llama
 
 DENSE_PRUNED = """
 by recipe rcpu:
-ratio  heads  mlp  parameters     bytes  FLOPs  KV cache / token  container
-0.5        1   12       3,280  12.8 KiB   229K              64 B      llama
-0          2   24       5,200  20.3 KiB   418K             128 B      llama
+ratio  heads  mlp  parameters    bytes  FLOPs  KV cache / token  container
+0.5        1   12       3,280  13.1 KB   229K              64 B      llama
+0          2   24       5,200  20.8 KB   418K             128 B      llama
 """
 
 

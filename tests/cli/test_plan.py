@@ -17,15 +17,14 @@ def test_text(place):
     *lines, blank, takes = ok("plan", "dense", *RCPU).splitlines()
     assert (blank, takes) == (
         "",
-        "pruning by it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on this "
-        "machine",
+        "pruning by it takes about 1 s, 1.24 GB of memory and 13.1 KB of disk, where nothing else runs on this machine",
     )
     assert lines[:6] == [
-        "                     before     after  share",
-        "parameters            5.20K     3.28K  63.1%",
-        "bytes              20.3 KiB  12.8 KiB  63.1%",
-        "FLOPs / 32 tokens      418K      229K  54.9%",
-        "KV cache / token      128 B      64 B  50.0%",
+        "                    before    after  share",
+        "parameters           5.20K    3.28K  63.1%",
+        "bytes              20.8 KB  13.1 KB  63.1%",
+        "FLOPs / 32 tokens     418K     229K  54.9%",
+        "KV cache / token     128 B     64 B  50.0%",
         "",
     ]
     assert re.split("  +", lines[6]) == [

@@ -17,8 +17,8 @@ def test_a_row_for_each(place):
     ]
     rows = [re.split("  +", line) for line in lines[1:3]]
     assert [row[:6] for row in rows] == [
-        ["wanda-sp", "3.28K", "63.1%", "12.8 KiB", "229K", "llama"],
-        ["ridge", "3.28K", "63.1%", "12.8 KiB", "229K", "llama"],
+        ["wanda-sp", "3.28K", "63.1%", "13.1 KB", "229K", "llama"],
+        ["ridge", "3.28K", "63.1%", "13.1 KB", "229K", "llama"],
     ]
     assert lines[3:] == [
         "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity",

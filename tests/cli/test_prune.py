@@ -32,16 +32,16 @@ from tests.interrupting import interrupt_at
 from tests.pairs import every
 
 COSTS = """\
-                     before     after  share
-parameters            5.20K     3.28K  63.1%
-bytes              20.3 KiB  12.8 KiB  63.1%
-FLOPs / 32 tokens      418K      229K  54.9%
-KV cache / token      128 B      64 B  50.0%
+                    before    after  share
+parameters           5.20K    3.28K  63.1%
+bytes              20.8 KB  13.1 KB  63.1%
+FLOPs / 32 tokens     418K     229K  54.9%
+KV cache / token     128 B     64 B  50.0%
 """
 COSTS += "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)\n"
 FEWER_BITS = (
     "fewer bits lose less than pruning at every size that they reach: `ckpt-prune export dense --format gguf --dtype "
-    "q8_0 -o OUT.gguf` takes about 5.40 KiB, this 12.8 KiB; pruning is for latency, for memory where a runtime takes "
+    "q8_0 -o OUT.gguf` takes about 5.53 KB, this 13.1 KB; pruning is for latency, for memory where a runtime takes "
     "float types alone, and for sizes below those of 4 bits\n"
 )
 HALF = ("--ratio", "0.5")
@@ -131,7 +131,7 @@ def test_dry_run_writes_nothing(place):
     before = listing()
     output = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
     assert output == (
-        f"{COSTS}{FEWER_BITS}it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on "
+        f"{COSTS}{FEWER_BITS}it takes about 1 s, 1.24 GB of memory and 13.1 KB of disk, where nothing else runs on "
         "this machine\n"
         "everything checked, nothing written\n"
     )

@@ -101,7 +101,7 @@ def test_measuring_is_turned_off_and_does_not_fail_a_run(place, monkeypatch):
     result = run(*PRUNE, "-o", "large")
     assert (result.exit_code, result.stderr) == (
         0,
-        "large was not measured: large and dense are loaded whole, in float32, and take 33.1 KiB, and 1000 B of memory "
+        "large was not measured: large and dense are loaded whole, in float32, and take 33.9 KB, and 1.00 KB of memory "
         "are free\n",
     )
     assert read_json("large/ckpt_prune.json").get("loss") is None

@@ -255,8 +255,8 @@ def test_a_disk_without_room_for_states(place, monkeypatch):
     result = run(*RECOVER, "--state-memory", "0", "-o", "out")
     assert (result.exit_code, listing()) == (2, before)
     assert result.stderr.splitlines()[-1] == (
-        f"Error: {Path('out.partial').absolute()} has 64.0 MiB free and hidden states beyond --state-memory need 64.0 "
-        "MiB; free space or choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
+        f"Error: {Path('out.partial').absolute()} has 67.1 MB free and hidden states beyond --state-memory need 67.1 "
+        "MB; free space or choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
     )
     ok(*RECOVER, "-o", "out")
 

@@ -34,8 +34,8 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
     assert ok(*DRY) == (
         "to be measured: 8 windows of 16 tokens, 2 blocks, 128 tokens in all\n"
         "to be collected: moments+gram+linears+fisher+effects, folds 2\n"
-        "s will take 22.2 KiB\n"
-        "it takes about 1 s, 1.16 GiB of memory and 22.2 KiB of disk, where nothing else runs on this machine\n"
+        "s will take 22.7 KB\n"
+        "it takes about 1 s, 1.24 GB of memory and 22.7 KB of disk, where nothing else runs on this machine\n"
         "everything checked, nothing written\n"
     )
     report = json.loads(ok(*DRY, "--json"))
@@ -150,7 +150,7 @@ def test_show(place):
     assert fields["linears"] == (
         "model.layers.{block}.self_attn.q_proj.weight/input (16), model.layers.{block}.mlp.gate_proj.weight/input (16)"
     )
-    assert (fields["tokens"], fields["bytes"]) == ("128", "17.6 KiB")
+    assert (fields["tokens"], fields["bytes"]) == ("128", "18.0 KB")
     index = Statistics(Path("stats")).index
     assert fields["model"] == f"of the checkpoint it was measured on, sha256 {index.model[:12]}…"
     assert fields["data"] == f"of the samples, text by text, sha256 {index.data[0][:12]}…"

@@ -35,7 +35,7 @@ def test_calibrate(place, tmp_path):
     one, two = (Statistics(Path(name)).index for name in ("one", "two"))
     assert (two.files, two.predicted) == (one.files, one.predicted)
     assert first.stdout == (
-        "two: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 2, 32.6 KiB\n"
+        "two: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher+effects, folds 2, 33.4 KB\n"
     )
 
 

@@ -7,11 +7,11 @@ from ckpt_prune.common.formatting import decimal_bytes, format_distinctly, forma
     ("count", "text"),
     [
         (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (2**20 - 1, "1.00 MiB"),
-        (13_476_839_424, "12.6 GiB"),
-        (485 * 2**20, "485 MiB"),
+        (999, "999 B"),
+        (1000, "1.00 KB"),
+        (999_999, "1.00 MB"),
+        (13_476_839_424, "13.5 GB"),
+        (485_000_000, "485 MB"),
     ],
 )
 def test_human_bytes(count: int, text: str) -> None:

@@ -50,9 +50,9 @@ def test_table(small, monkeypatch):
     monkeypatch.setattr(demo, "run", lambda out, device, recipes: ROWS)
     table, _, following = ok("demo").partition("\nnext, ")
     assert table == (
-        "recipe      ratio  parameters     bytes  perplexity  stored as  pruning\n"
-        "dense          0%   2,345,678  4.47 MiB       10.13      llama    0.0 s\n"
-        "rcpu-scale    20%   1,987,654  3.79 MiB      123.46   seed_oss   12.3 s\n"
+        "recipe      ratio  parameters    bytes  perplexity  stored as  pruning\n"
+        "dense          0%   2,345,678  4.69 MB       10.13      llama    0.0 s\n"
+        "rcpu-scale    20%   1,987,654  3.98 MB      123.46   seed_oss   12.3 s\n"
         "\n"
         "perplexity: window 32, 4 windows of standard-library modules that neither training nor calibration saw; "
         "calibrated on 4 windows\n"

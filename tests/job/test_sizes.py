@@ -13,7 +13,7 @@ NONE = "Value error, a target size has exactly one of params, bytes, flops and l
 COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)
 ALLOWED = {
     "params": "5.0B (K, M, B or T), 5000000000",
-    "bytes": "9.5GiB (KiB to PiB), 10GB or 10G (KB to PB), 10000000000",
+    "bytes": "9.5GB or 9.5G (KB to PB), 9.5GiB (KiB to PiB), 10000000000",
     "flops": "2.3T (K, M, G, T or P, with or without FLOPs), 2300000000000",
 }
 WHAT = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
@@ -174,7 +174,7 @@ def test_a_target_in_a_recipe(written, kind, text, value):
         (
             {"bytes": "10Gi"},
             ("bytes",),
-            "Value error, '10Gi' is not a size in bytes: allowed are 9.5GiB (KiB to PiB), 10GB or 10G (KB to PB), "
+            "Value error, '10Gi' is not a size in bytes: allowed are 9.5GB or 9.5G (KB to PB), 9.5GiB (KiB to PiB), "
             "10000000000, or a share of the dense model: 50%",
         ),
         (

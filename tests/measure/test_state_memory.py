@@ -113,7 +113,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert StateMemory(4096, tmp_path / "absent")((32, 32), torch.float32).shape == (32, 32)
     assert refusal(StateMemory(0, tmp_path), (64, 64), torch.float32) == (
-        f"{tmp_path} has {human_bytes(free)} free and hidden states beyond --state-memory need 64.0 MiB; free space or "
+        f"{tmp_path} has {human_bytes(free)} free and hidden states beyond --state-memory need 67.1 MB; free space or "
         "choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
     )
     assert not list(tmp_path.iterdir())

@@ -300,7 +300,7 @@ def test_nothing_is_left_of_an_interrupted_measurement(model, tmp_path, monkeypa
 def test_a_full_disk_is_noticed_first(model, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     assert refusal(calibrate, model, tmp_path / "out") == (
-        f"{tmp_path} has 1 B free and the output needs 64.0 MiB; free space or choose another place"
+        f"{tmp_path} has 1 B free and the output needs 67.1 MB; free space or choose another place"
     )
     assert list(tmp_path.iterdir()) == []
 

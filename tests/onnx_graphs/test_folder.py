@@ -384,10 +384,10 @@ def sizes_of(model: Path) -> list[dict[str, Any]]:
 def test_too_little_room_is_refused_before_anything_is_written(vit, monkeypatch, dtype, bytes_per_weight):
     before = everything()
     monkeypatch.setattr(disk_space, "_MARGIN_BYTES", 0)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 1024))
-    needed = bytes_per_weight * sum(info.numel for info in Checkpoint.open(vit).tensors.values()) / 1024
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
+    needed = bytes_per_weight * sum(info.numel for info in Checkpoint.open(vit).tensors.values()) / 1000
     assert refusals.refusal(writer(vit, dtype=dtype).write) == (
-        f"{Path.cwd()} has 4.00 KiB free and the graph needs {needed:.3g} KiB; free space or choose another place"
+        f"{Path.cwd()} has 4.00 KB free and the graph needs {needed:.3g} KB; free space or choose another place"
     )
     assert everything() == before
 

@@ -30,7 +30,7 @@ Made by ckpt_prune 0.1.0 from `org/tiny`.
 |  | before | after | share |
 |---|---:|---:|---:|
 | parameters | 2.00M | 1.50M | 75.0% |
-| bytes | 8.00 MiB | 6.00 MiB | 75.0% |
+| bytes | 8.39 MB | 6.29 MB | 75.0% |
 | FLOPs / 1024 tokens | 4.00B | 3.00B | 75.0% |
 
 What it costs in quality was not measured. ckpt-prune evaluate OUT --against MODEL measures it, and notes it here.

@@ -60,7 +60,7 @@ def test_sizes_and_provenance():
     assert tables(by_title["Size"])[""] == [
         ["", "before", "after", "share"],
         ["parameters", "2.00M", "1.50M", "75.0%"],
-        ["bytes", "8.00 MiB", "6.00 MiB", "75.0%"],
+        ["bytes", "8.39 MB", "6.29 MB", "75.0%"],
         ["FLOPs / 1024 tokens", "4.00B", "3.00B", "75.0%"],
     ]
     assert tables(by_title["How it was made"])[""][1:] == [

@@ -130,7 +130,7 @@ def test_what_is_not_compared_is_said(
     check_forward(model, data, messages.append)
     assert len(messages) == 1
     assert re.fullmatch(
-        r"not compared with transformers' own forward pass: its \S+ KiB are more than a part in 8 of the \S+ \w+ of "
+        r"not compared with transformers' own forward pass: its \S+ KB are more than a part in 8 of the \S+ \w+ of "
         "memory that are free",
         messages[0],
     )

@@ -42,18 +42,18 @@ FEW = ("--set", "rotation.steps=3")
 PRUNE = ("prune", "dense", "-o", "out", "--recipe")
 
 COSTS = """\
-                     before     after   share
-parameters            5.20K     5.20K  100.0%
-bytes              20.3 KiB  20.3 KiB  100.0%
-FLOPs / 32 tokens      418K      418K  100.0%
+                    before    after   share
+parameters           5.20K    5.20K  100.0%
+bytes              20.8 KB  20.8 KB  100.0%
+FLOPs / 32 tokens     418K     418K  100.0%
 """
 TURNED = """\
 stored as llama with remote code (the residual stream turns between blocks): load with ckpt_prune.load or \
 trust_remote_code
-                     before     after   share
-parameters            5.20K     5.43K  104.3%
-bytes              20.3 KiB  21.2 KiB  104.3%
-FLOPs / 32 tokens      418K      434K  103.9%
+                    before    after   share
+parameters           5.20K    5.43K  104.3%
+bytes              20.8 KB  21.7 KB  104.3%
+FLOPs / 32 tokens     418K     434K  103.9%
 """
 """One matrix of 16 x 16 between the two blocks: 256 of 5200 parameters, and 2 x 256 x 32 FLOPs."""
 WIDTHS = {

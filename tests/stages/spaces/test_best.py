@@ -182,11 +182,11 @@ SWEEP = ("plan", "llama", "--recipe", "magnitude", "--sweep")
 
 def test_the_curve_of_weights_alone(here):
     assert ok(*SWEEP, "0:0.75:0.25") == (
-        "ratio  parameters   share     bytes  FLOPs  heads  mlp  heads error  mlp error\n"
-        "0           5.20K  100.0%  20.3 KiB   418K      2   24       0.0000     0.0000\n"
-        "0.25        4.62K   88.9%  18.1 KiB   381K      2   18       0.0000          -\n"
-        "0.5         3.28K   63.1%  12.8 KiB   229K      1   12            -          -\n"
-        "0.75        2.70K   52.0%  10.6 KiB   193K      1    6            -          -\n"
+        "ratio  parameters   share    bytes  FLOPs  heads  mlp  heads error  mlp error\n"
+        "0           5.20K  100.0%  20.8 KB   418K      2   24       0.0000     0.0000\n"
+        "0.25        4.62K   88.9%  18.5 KB   381K      2   18       0.0000          -\n"
+        "0.5         3.28K   63.1%  13.1 KB   229K      1   12            -          -\n"
+        "0.75        2.70K   52.0%  10.8 KB   193K      1    6            -          -\n"
         "errors: means over blocks, relative to each output's energy, after compensation; no perplexity\n"
     )
 
