@@ -14,6 +14,7 @@ from transformers import Pix2StructForConditionalGeneration, PreTrainedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.image_files import ImageFiles
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
@@ -25,8 +26,10 @@ from ckpt_prune.measure.streams.state_memory import allocate_in_memory
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.data import SampleOptions
 from tests.images import write_image
 from tests.pairs import choose_cases
+from tests.refusals import refusal
 from tests.talks import NEEDS, READERS, WINDOW, WINDOWS, write_rows, write_talker
 from tools.families import write_tiny
 
@@ -105,6 +108,17 @@ def write_patches(folder: Path) -> PreTrainedModel:
     settings = {"image_processor_type": "Pix2StructImageProcessor", "patch_size": {"height": 16, "width": 16}}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return Pix2StructForConditionalGeneration.from_pretrained(folder)
+
+
+def test_a_processor_of_whole_images_is_refused_where_a_tower_reads_patches_and_their_places(tmp_path: Path) -> None:
+    write_tiny("gemma4", None, tmp_path)
+    model, options = open_model(str(tmp_path), Opening(part="vision")), SampleOptions(images=[tmp_path])
+    write_image(tmp_path / "0.png", 1, (16, 16))
+    assert refusal(choose_samples, model, options, say=print) == (
+        f"{tmp_path / 'preprocessor_config.json'}: ViTImageProcessor makes whole images of one size, and "
+        "Gemma4VisionModel reads pixel_position_ids beside images, as Gemma4ImageProcessor makes: put the model's own "
+        "file in its place"
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
     tokenizer_of,
 )
-from ckpt_prune.measure.samples.tower_images import TowerImages
+from ckpt_prune.measure.samples.tower_images import TowerImages, check_reads_whole
 from ckpt_prune.model.composites import SEEING, load_composite
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.family import DATA_OPTIONS, Modality
@@ -283,7 +283,10 @@ def _reads_tiles(model: Model, processor: Any) -> bool:
     within = model.checkpoint.within
     if within is None or load_composite(within.whole.config).auto not in SEEING:
         return False
-    return not makes_one_size(processor, image_settings(within.whole.config["model_type"]))
+    if not makes_one_size(processor, image_settings(within.whole.config["model_type"])):
+        return True
+    check_reads_whole(model, processor)
+    return False
 
 
 def _choose_files(

@@ -34,7 +34,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         trust_remote_code: run the processor's own code if its file names some and transformers has none. The model's
             code is never run.
     """
-    path, settings = _read_settings(folder)
+    path, settings = read_settings(folder)
     _check_sizes(path, settings)
     config = _read_stock_config(folder)
     try:
@@ -86,7 +86,7 @@ def _load(folder: Path, config: "PreTrainedConfig", *, trust: bool) -> Any:
     )
 
 
-def _read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+def read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file that transformers takes the image processor from, and what it says of it."""
     of_all, own = folder / PROCESSOR_OF_ALL, folder / PROCESSOR
     if of_all.is_file():

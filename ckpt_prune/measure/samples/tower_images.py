@@ -1,6 +1,6 @@
 """Images as the tower of a vision language model is handed them by the model around it."""
 
-from inspect import signature
+from inspect import Parameter, signature
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.measure.samples.image_files import ImageFiles
-from ckpt_prune.measure.samples.image_processor import image_settings
+from ckpt_prune.measure.samples.image_processor import image_settings, read_settings
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.model.composites import load_composite
-from ckpt_prune.model.skeleton import build_skeleton, parse_config
+from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
 
 if TYPE_CHECKING:
     from ckpt_prune.model.model import Model
@@ -95,3 +95,22 @@ class TowerImages(ImageSamples):
         finally:
             hook.remove()
         raise UserError(f"{type(self._whole).__name__} does not call {type(self._tower).__name__} for an image alone")
+
+
+def check_reads_whole(model: "Model", processor: Any) -> None:
+    """Refuse an image processor that makes whole images for a tower that is handed something else with them."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    within = model.checkpoint.within
+    assert within is not None
+    tower = stock_class(model.family.architecture, model.config)
+    _self, _images, *others = signature(tower.forward).parameters.items()
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    if needed := [name for name, each in others if each.default is Parameter.empty and each.kind in kinds]:
+        own = type(processor).__name__.removesuffix("Pil")
+        stock = IMAGE_PROCESSOR_MAPPING_NAMES.get(within.whole.config["model_type"], {}).get("torchvision")
+        file, _ = read_settings(model.checkpoint.path)
+        raise UserError(
+            f"{file}: {own} makes whole images of one size, and {tower.__name__} reads {' and '.join(needed)} beside "
+            f"images, as {stock or 'its own processor'} makes: put the model's own file in its place"
+        )
