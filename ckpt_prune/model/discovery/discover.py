@@ -13,6 +13,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune._version import __version__
@@ -114,7 +115,7 @@ def _discover(config: Mapping[str, Any], stack: Stack | None) -> Discovery:
         found = Discovery.model_validate_json(place.read_bytes())
         parse_family(json.dumps(found.description))
         return found.model_copy(update={"kept": True})
-    with _silent(), _short_chunks(architecture, parse_config(plain)):
+    with _silent(), _one_thread(), _short_chunks(architecture, parse_config(plain)):
         found = _find(plain, architecture, auto, within)
     with suppress(OSError, UserError):  # it is found again next time
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +135,17 @@ def _silent() -> Iterator[None]:
             yield
         finally:
             logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run a twin's small products on one thread: further ones would take processor time to wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

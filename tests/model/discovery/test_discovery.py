@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, conversion_mapping
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import parse_family
@@ -314,8 +314,22 @@ def test_what_was_found_is_kept_and_a_damaged_file_is_made_anew(tmp_path, monkey
         file.write_text('{"description": {}, "seconds": 1}')
     anew = discover(small)
     assert (anew.kept, anew.description) == (False, found.description)
+    with monkeypatch.context() as patch:  # weights of a part may be converted as those of its whole
+        patch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", lambda _type: [])
+        assert not discover(small).kept
     monkeypatch.setattr(room, "__version__", "0")
     assert not discover(small).kept
+
+
+def test_twins_run_on_one_thread(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(room, "_draft", lambda *_arguments: seen.append(torch.get_num_threads()) or (_ for _ in ()))
+    torch.set_num_threads(2)
+    with pytest.raises(UserError):
+        discover(config(*ARCEE))
+    assert (seen, torch.get_num_threads()) == ([1], 2)
+    torch.set_num_threads(before)
 
 
 def test_linear_attention_takes_few_tokens_at_a_time_while_a_class_is_looked_at():
