@@ -97,8 +97,16 @@ def graph_lines(validation: Validation) -> list[str]:
         if validation.max_loss is None
         else f"{100 * validation.max_loss:.4g}% of the metric may be lost"
     )
-    lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {verdict_words})")
-    return lines + [loss.verdict for loss in validation.losses() if loss.verdict is not None]
+    about = f"({kind}, {validation.provider}, {verdict_words})"
+    losses = zip(validation.metrics, validation.losses(), strict=True)
+    verdicts = [(metric.against, loss.verdict) for metric, loss in losses]
+    own = next((said for against, said in verdicts if against is None and said is not None), None)
+    # Beside its own model there is one verdict: what is lost may be more than is good, and no more than is allowed.
+    if own is not None and validation.passed:
+        lines.append(f"the graph keeps to what is allowed {about}, and still {own}")
+    else:
+        lines.append(f"the graph {verdict} with {validation.against.name} {about}")
+    return lines + [said for against, said in verdicts if against is not None and said is not None]
 
 
 def _alike(metric: Metric) -> str:

@@ -4,13 +4,15 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ckpt_prune.cli.proof import describe_continuation
+from ckpt_prune.cli.proof import describe_continuation, graph_lines
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.onnx import export as exporting
-from ckpt_prune.onnx.records import Continuation
+from ckpt_prune.onnx.records import Continuation, Metric, Validation
 from tests.cli.running import edit_weights, listing, ok, poison, read_json, read_refusal, run
 from tests.graphs import trace_as_commands_do, traced_before
 from tests.onnx_graphs.exports import make_exports
@@ -149,6 +151,21 @@ def test_overwrite_keeps_the_old_graph_until_the_new_one_passes(vision):
 
 
 ROUNDED = ("--dtype", "int8", "--dtype", "int4", "--text", "text.txt", "--window", "32", "--samples", "4")
+
+
+def test_a_rounded_graph_that_loses_much_has_one_verdict():
+    metric = Metric(
+        name="perplexity", onnxruntime=421.0, pytorch=414.0, of="4 windows of 256 tokens", difference=0.016, kl=0.06,
+        same=0.787, tolerance=0.1, passed=True, windows=4,
+    )  # fmt: skip
+    about = {"dtype": "int4", "provider": "cpu", "max_loss": 0.1, "passed": True, "against": SimpleNamespace(name="m")}
+    none: dict[str, list[Any]] = dict.fromkeys(("cases", "checks", "continuations"), [])
+    lines = graph_lines(Validation.model_construct(**about, **none, note=None, data={}, metrics=[metric]))
+    assert [line for line in lines if "the graph " in line or "the output " in line] == [
+        "the graph keeps to what is allowed (int4, cpu, 10% of the metric may be lost), and still the output is worse "
+        "than m by its first choices: perplexity 421 for 414, KL 0.0600 nats, the same first choice 78.7%, by 4 "
+        "windows, too few to decide"
+    ]
 
 
 def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
