@@ -61,6 +61,8 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, sized, mon
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["bytes"] <= 300_000)
     assert best["pareto"]
     assert found["sentence"] in output
+    assert f"KL {best['kl']:.3f} ± {best['kl_error']:.3f}, perplexity " in found["sentence"]
+    assert "2 windows cannot tell which of two is better if they are near: more --held-out-samples tell it." in output
     headings = next(line for line in output.splitlines() if line.startswith("file "))
     names = ("KL measured", "KL predicted", "KL median", "KL 90%", "tokens read/s")
     assert all(f"  {name}  " in headings for name in names)
@@ -277,6 +279,11 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
     assert output.count("no smaller vocabulary is tried: its tokenizer is of a kind of its own\n") == 1
     found = read(place, "pruned")
     assert found["candidates"]
+    chosen = next(line for line in output.splitlines() if line.startswith(f"chosen within {limit} KB: "))
+    assert chosen.endswith(" columns of each MLP left; what the file loses is predicted once it is pruned")
+    (predicted,) = re.findall(r"^predicted of the file: KL ([\d.]+), ", output, re.MULTILINE)
+    assert f" (predicted {predicted})" in output
+    assert f"{found['candidates'][0]['predicted_kl']:.3f}" == predicted
     assert all(each["bytes"] <= 1000 * limit for each in found["candidates"])
     assert all(set(each["pruned"]["mlp"]) <= widths for each in found["candidates"])
     (remark,) = found["remarks"]

@@ -239,6 +239,7 @@ class CheckpointMaker:
             reach=None,
             commands=() if best is None else best.candidate.commands,
             data_words=self.texts.words,
+            windows=len(self.texts.held_out),
             runtime="PyTorch",
         )
         if found.passed:

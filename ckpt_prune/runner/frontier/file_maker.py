@@ -167,7 +167,7 @@ class Maker:
         lost = self.reference.diverge(folder, parts)
         kl = (candidate.kl or 0) - candidate.by_pruning + lost
         of = "KL" if self.budgets.model.family.gives_logits else LOST_ENERGY
-        say(f"pruned, {of} {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
+        say(f"predicted of the file: {of} {kl:.3f}, of it {lost:.3f} by what was pruned, which is measured")
         return replace(candidate, kl=kl, by_pruning=lost)
 
     def _parts(self, candidate: FileCandidate) -> TokenParts | None:
@@ -247,6 +247,7 @@ def make_frontier(
         reach=reach,
         commands=[] if best is None else commands_of(options, best.candidate, maker),
         data_words=data,
+        windows=len(reference.windows),
         **how,
     )
 

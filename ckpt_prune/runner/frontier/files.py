@@ -202,11 +202,16 @@ def _foresee(search: _Search) -> str:
     choice = search.choice
     if choice is None:
         return "nothing within the target is predicted"
-    pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
     time = "" if choice.time is None else f"{choice.time / 1e6:.3g} ms, "
+    if choice.columns or choice.rows is not None:
+        fewer = [f"at least {min(choice.columns.values())} columns of each MLP"] if choice.columns else []
+        fewer += [] if choice.rows is None else [f"{choice.rows:,} tokens"]
+        kept = f"{time}{decimal_bytes(choice.bytes)}, with {' and '.join(fewer)} left"
+        # Before, it is a guess of second order, which is off by more than rounding loses.
+        return f"chosen {_asked(search)}: {kept}; what the file loses is predicted once it is pruned"
     lost = f"a divergence (KL) of {choice.kl:.3f}, about {math.exp(choice.kl):.2f} times the perplexity"
     lost = lost if search.generates else f"{choice.kl:.3f} of the energy of hidden states lost"
-    return f"predicted {_asked(search)}: {time}{decimal_bytes(choice.bytes)}, {lost}{pruned}"
+    return f"predicted {_asked(search)}: {time}{decimal_bytes(choice.bytes)}, {lost}"
 
 
 def _candidates(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:

@@ -323,8 +323,8 @@ def _with_narrower_stacks(
         pruned.unpriced.check_bytes(limit)
 
 
-def _words_of_pruned(chosen: Pruning, lost: float) -> str:
-    return f"pruned, a loss of {lost:.4f} (predicted {chosen.by_pruning:.4f})"
+def _words_of_pruned(lost: float) -> str:
+    return f"pruned, a loss of {lost:.4f} before anything is rounded"
 
 
 class GraphMaker:
@@ -458,10 +458,10 @@ class GraphMaker:
         if best is not None:
             alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
         if foreseen < alone:
-            say(_words_of_pruned(chosen, lost))
+            say(_words_of_pruned(lost))
             return pruned
         alone_words = f"no less than bits alone ({alone:.4f})"
-        say(f"{_words_of_pruned(chosen, lost)}; with bits {foreseen:.4f} is predicted, {alone_words}")
+        say(f"{_words_of_pruned(lost)}; with bits {foreseen:.4f} is predicted, {alone_words}")
         return None
 
     def _prune_within_loss(
@@ -474,9 +474,9 @@ class GraphMaker:
                 return None
             pruned, lost = self._prune_less(chosen, pruning.model, name)
             if lost < loss:
-                say(_words_of_pruned(chosen, lost))
+                say(_words_of_pruned(lost))
                 return pruned
-            say(f"{_words_of_pruned(chosen, lost)}: too much before anything is rounded")
+            say(f"{_words_of_pruned(lost)}: too much")
             allowed *= max(0.0, chosen.by_pruning) / lost  # predictions are low by as much
         return None
 
@@ -664,6 +664,7 @@ class GraphMaker:
             if best is None
             else [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands],
             data_words=data,
+            windows=None if samples.windows is None else len(samples.windows),
             runtime="onnxruntime",
             loss=LOST_ENERGY if embeds else "KL",
             agreement="cosine" if embeds else "top-1",

@@ -17,9 +17,9 @@ from ckpt_prune.common.filenames import (
     FRONTIER_PRUNED,
     FRONTIER_RECORD,
 )
-from ckpt_prune.common.formatting import decimal_bytes
+from ckpt_prune.common.formatting import decimal_bytes, plural
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.quality import judge
+from ckpt_prune.evaluation.quality import FEW, judge
 from ckpt_prune.job.report import Loss
 from ckpt_prune.runner.frontier.candidates import LOST_ENERGY, MeasuredFile, MeasuredRounded, RoundedCandidate
 from ckpt_prune.show.charts import draw
@@ -154,6 +154,7 @@ class Frontier:
         loss, agreement: what `kl` and `top1` of a score are.
         items: what is read, and counted a second.
         remarks: sentences of what the figures leave out.
+        windows: of text, or pairs, that it was measured on; None of images.
     """
 
     folder: Path
@@ -173,6 +174,7 @@ class Frontier:
     agreement: str = "top-1"
     items: str = "tokens"
     remarks: Sequence[str] = ()
+    windows: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -193,7 +195,10 @@ class Frontier:
     def notes(self) -> list[str]:
         """Sentences that tell how to read the figures, and what they leave out."""
         has_fewer = any(each.candidate.rows is not None for each in self.found)
-        return [*([FEWER_TOKENS] if has_fewer else []), *self.remarks]
+        is_short = self.windows is not None and self.windows < FEW
+        few = f"{plural(self.windows, 'window')} cannot tell which of two is better if they are near: more"
+        more = [f"{few} --held-out-samples tell it."] if is_short else []
+        return [*([FEWER_TOKENS] if has_fewer else []), *more, *self.remarks]
 
     @property
     def pareto(self) -> list[Result]:
@@ -249,7 +254,7 @@ class Frontier:
         after = score.perplexity if math.isfinite(score.perplexity or math.inf) else None
         kl, same = (score.kl, score.top1) if self.best.candidate.rows is None else (None, None)
         loss = Loss(of="perplexity", before=self.dense, after=after, kl=kl, agreement=same, data=on, against=self.model)
-        return judge(loss)
+        return judge(loss.model_copy(update={"windows": self.windows}))
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""
