@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.file_score import FileScore, standard_error
 from ckpt_prune.evaluation.perplexity import LanguageModel, PerplexityScore, TokenComparison, perplexity
 from ckpt_prune.measure.samples.samples import ScoredWindows
 
@@ -98,4 +98,4 @@ def score_of(both: TokenComparison, windows: Tensor, texts: Sequence[str]) -> Fi
         of_texts.setdefault(name, []).append(kl)
     means = {name: sum(several) / len(several) for name, several in of_texts.items()}
     quantiles: dict[str, Any] = both.spread.data()
-    return replace(score, kl_of=means, **quantiles)
+    return replace(score, kl_of=means, kl_error=standard_error(of_windows.tolist()), **quantiles)

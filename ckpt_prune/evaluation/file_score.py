@@ -1,7 +1,14 @@
 """The score of a file that holds a model, for whichever runtime: its size, and what its predictions lose."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import stdev
+
+
+def standard_error(several: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of independent figures, one of each window; None of a single one."""
+    return stdev(several) / math.sqrt(len(several)) if len(several) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -16,6 +23,7 @@ class FileScore:
     Attributes:
         bytes: of the file.
         kl, kl_median, kl_90, kl_99: KL(model ‖ file) in nats a token: mean, and what half, 90 % and 99 % do not pass.
+        kl_error: standard error of the mean over the windows; None if that is not known.
         kl_of: the mean of each text, by its name; empty if it was measured on one.
         accepted: chance that the model accepts a token of the file in speculative decoding.
         top1: share of the tokens of which both hold the same one likeliest.
@@ -37,9 +45,11 @@ class FileScore:
     ranks: float | None = None
     ms: float | None = None
     kl_of: Mapping[str, float] = field(default_factory=dict)
+    kl_error: float | None = None
 
     @property
     def words_of_kl(self) -> str:
         """The mean, and that of each text behind it, if there are several."""
         of_texts = ", ".join(f"{name} {kl:.3f}" for name, kl in self.kl_of.items())
-        return f"{self.kl:.3f} ({of_texts})" if of_texts else f"{self.kl:.3f}"
+        mean = f"{self.kl:.3f}" + ("" if self.kl_error is None else f" ± {self.kl_error:.3f}")
+        return f"{mean} ({of_texts})" if of_texts else mean

@@ -5,7 +5,7 @@ They are of the tool, not of a paper. A perplexity or an accuracy is held to tha
 
 import math
 
-from ckpt_prune.common.formatting import format_share
+from ckpt_prune.common.formatting import format_share, plural
 from ckpt_prune.job.report import Loss
 
 WORDS = ("worse than", "much worse than", "hardly of use beside")
@@ -24,6 +24,9 @@ LESS_ACCURACY = (0.02, 0.05, 0.25)
 ERRORS = 2
 """A figure of images that passes its limit by no more than so many standard errors is given no verdict."""
 
+FEW = 8
+"""Windows below which a verdict says that they decide little."""
+
 
 def judge(loss: Loss, remedy: str = "") -> Loss:
     """Return a loss with its verdict: a sentence, with a remedy, if the output is bad; None if it is not."""
@@ -31,10 +34,17 @@ def judge(loss: Loss, remedy: str = "") -> Loss:
     reached = max(by_choices, by_figure)
     if not reached:
         return loss.model_copy(update={"verdict": None})
-    figures = ", ".join(figures_of(loss))
+    figures = ", ".join([*figures_of(loss), *words_of_windows(loss.windows)])
     worse = f"the output is {WORDS[reached - 1]} {loss.against or 'the dense model'}"
     worse += " by its first choices" if by_choices > by_figure else ""
     return loss.model_copy(update={"verdict": f"{worse}: {figures}{f'; {remedy}' if remedy else ''}"})
+
+
+def words_of_windows(windows: int | None) -> list[str]:
+    """Return on how many windows figures stand, with a warning if these are few; nothing if that is not known."""
+    if windows is None:
+        return []
+    return [f"by {plural(windows, 'window')}{', too few to decide' if windows < FEW else ''}"]
 
 
 def _level_of_choices(loss: Loss) -> int:

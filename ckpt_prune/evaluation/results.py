@@ -102,6 +102,7 @@ class ScoredResult(Result, Generic[S]):
                 kl=kl,
                 agreement=agreement,
                 samples=self.score.images if isinstance(self.score, Classification) else None,
+                windows=getattr(self.score, "windows", None),
                 data=self.on or self.score.amount(),
                 against=_name(self.against),
             )
@@ -178,7 +179,8 @@ class ComparisonResult(Result):
             of = "cosine of the embeddings" if isinstance(both, SentenceComparison) else "cosine of the features"
             after = both.cosine
         data, against = self.on or both.amount(), _name(self.against)
-        return judge(Loss(of=of, after=after, kl=kl, agreement=agreement, data=data, against=against))
+        loss = Loss(of=of, after=after, kl=kl, agreement=agreement, data=data, against=against)
+        return judge(loss.model_copy(update={"windows": getattr(both, "windows", None)}))
 
     def paragraphs(self) -> list[Table | str]:
         figures = self.comparison

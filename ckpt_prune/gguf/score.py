@@ -12,7 +12,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.fewer_tokens import TokenParts, WrittenWindows, score_costs, write_with
-from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.file_score import FileScore, standard_error
 from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
@@ -84,7 +84,12 @@ class TextPredictions:
 
     def score_costs(self, nll: Sequence[float]) -> FileScore:
         """Return the score of a model with fewer tokens by its −Σ log p of each window, without size and speeds."""
-        return score_costs(self.add_up(nll), self.add_up(self.nll), self.tokens)
+        score = score_costs(self.add_up(nll), self.add_up(self.nll), self.tokens)
+        return replace(score, kl_error=self._error([ours - own for ours, own in zip(nll, self.nll, strict=True)]))
+
+    def _error(self, lost: Sequence[float]) -> float | None:
+        """Return the standard error of the mean of what each window loses, in nats a token."""
+        return standard_error([each / (self.windows.shape[1] - 1) for each in lost])
 
     @torch.inference_mode()
     def diverge(self, folder: Path, parts: TokenParts | None = None) -> float:
@@ -123,9 +128,9 @@ class TextPredictions:
         if written is not None:
             return replace(self.score_costs(_add_nll(head, states, written)), bytes=size, speeds=speeds)
         sums, kl = _compare(head, states, self)
-        spread, top1 = sums.spread.data(), sums.agreeing / sums.tokens
         means = {name: total / self.tokens[name] for name, total in self.add_up(kl).items() if name}
-        return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1, kl_of=means)
+        spread: dict[str, Any] = {**sums.spread.data(), "kl_of": means, "kl_error": self._error(kl)}
+        return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=sums.agreeing / sums.tokens)
 
 
 @torch.inference_mode()

@@ -142,13 +142,14 @@ class Loss(FixedRecord):
         kl: mean KL(dense ‖ output) over tokens or images, nats.
         agreement: share of them for which both put the same token or class first.
         samples: how many images an accuracy and `agreement` are shares of; None of tokens, which depend on each other.
+        windows: of text, or pairs, that it was measured on; None if that is not known.
         data: the text or images, and how much of them, in words.
         against: name of the dense model.
         verdict: a sentence if the output is bad (`quality.judge`).
         file: in the output that was measured, if not the weights in safetensors.
     """
 
-    optional = frozenset({"samples", "against", "verdict", "file"})
+    optional = frozenset({"samples", "windows", "against", "verdict", "file"})
 
     of: str
     before: Figure = None
@@ -156,6 +157,7 @@ class Loss(FixedRecord):
     kl: Figure = None
     agreement: Figure = None
     samples: Annotated[int, Field(ge=1, le=2**63)] | None = None
+    windows: Annotated[int, Field(ge=1, le=2**63)] | None = None
     data: str = ""
     against: str | None = None
     verdict: str | None = None

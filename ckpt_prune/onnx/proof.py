@@ -273,7 +273,9 @@ def _measure_for(graph: OnnxModel | OnnxPair, task: GraphTask, samples: ProofSam
         if samples.images is not None:
             return measure_image_metric(graph, reference, task.name, samples.images, allowance)
         assert samples.windows is not None
-        return measure_text_metric(graph, reference, task.name, samples.windows, folder, allowance)
+        metric = measure_text_metric(graph, reference, task.name, samples.windows, folder, allowance)
+        count = len(samples.windows)
+        return metric if isinstance(metric, str) else metric.model_copy(update={"windows": count})
 
     return measure
 

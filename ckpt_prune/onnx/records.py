@@ -293,6 +293,8 @@ class Metric(BaseModel):
     """The most that passes; None if it is only measured. Top-1 and agreement: share of the images that the two put
     into different classes which PyTorch itself has nearer than two errors that pass, so that either may come first."""
     passed: bool
+    windows: int | None = None
+    """Of text that it was measured on."""
 
     def loss(self, source: str, data: str) -> Loss:
         """Return what is lost beside a model: the other one, or the graph's own, which `source` names."""
@@ -308,6 +310,7 @@ class Metric(BaseModel):
                 **values,
                 kl=self.kl,
                 agreement=self.onnxruntime if self.name == "agreement" else self.same,
+                windows=self.windows,
                 data=f"{self.of} of {data}",
                 against=self.against or source,
             )

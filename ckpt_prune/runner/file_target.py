@@ -115,9 +115,9 @@ def measure_file(file: Path, job: Job, options: PruneOptions) -> "Result":
     else:
         reference, of = read_embeddings(folder, windows, lay_out(dense), trust=job.trust), "cosine of the embeddings"
     score = reference.score(file, None if kept is None else parts_of_tokens(dense, unpack_rows(kept)))
-    figures: dict[str, Any] = {"after": score.top1}
+    figures: dict[str, Any] = {"after": score.top1, "windows": len(windows)}
     if score.perplexity is not None:
-        figures = {"before": reference.perplexity, "after": score.perplexity, "kl": score.kl, "agreement": score.top1}
+        figures |= {"before": reference.perplexity, "after": score.perplexity, "kl": score.kl, "agreement": score.top1}
     words = f"{held_out.words}, of {file.name} ({decimal_bytes(score.bytes)}) in {RUNTIME}"
     loss = judge(Loss(of=of, **figures, data=words, against=dense.checkpoint.name, file=file.name))
     note_loss(file.parent, loss)

@@ -53,7 +53,8 @@ def test_against(place):
     assert lines[8:] == [
         "",
         f"the output is hardly of use beside dense by its first choices: perplexity {after:.4g} for {before:.4g}, KL "
-        f"{figures['kl']:.4f} nats, the same first choice {figures['top1_agreement']:.1%}",
+        f"{figures['kl']:.4f} nats, the same first choice {figures['top1_agreement']:.1%}, by "
+        f"{figures['windows']} windows",
     ]
 
 
@@ -83,13 +84,16 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
     assert Path("out/README.md").read_text() == card
     evaluation = json.loads(ok(*job, "--against", "dense", "--json"))
     loss = read_json("out/ckpt_prune.json")["loss"]
-    assert loss.pop("verdict").startswith("the output is hardly of use beside dense by its first choices: perplexity ")
+    verdict = loss.pop("verdict")
+    assert verdict.startswith("the output is hardly of use beside dense by its first choices: perplexity ")
+    assert verdict.endswith(", by 3 windows, too few to decide")
     assert loss == {
         "of": "perplexity",
         "before": evaluation["against"]["perplexity"],
         "after": evaluation["perplexity"],
         "kl": evaluation["kl"],
         "agreement": evaluation["top1_agreement"],
+        "windows": 3,
         "data": "calib.txt, window 16, tokens 45",
         "against": "dense",
     }

@@ -184,7 +184,7 @@ def test_a_conversion_that_is_not_compared_says_why(file, tmp_path, monkeypatch)
     monkeypatch.setattr("ckpt_prune.gguf.source.available_bytes", lambda: 1000)
     code, output = run("convert", file, "-o", tmp_path / "out", "--overwrite")
     assert code == 0, output
-    assert " of memory where 1000 B are free; elsewhere `ckpt-prune validate " in output
+    assert " of memory where 1.00 KB are free; elsewhere `ckpt-prune validate " in output
 
 
 def test_what_is_compared_on_goes_with_a_file(model, tmp_path):
