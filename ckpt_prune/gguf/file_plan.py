@@ -13,6 +13,7 @@ from gguf.gguf_writer import WriterState
 
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
+from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.contents import Layout
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
@@ -129,6 +130,26 @@ class FilePlanner:
         kinds, _ = kinds_of(layout, "f32")
         full, bare = (self._head_bytes(layout, "f32", kinds, each) for each in (self._tokenizer, self._bare_tokenizer))
         return full - bare
+
+
+def check_file(model: Model, chosen: GgufType | None = None, *, trust: bool = False) -> Layout:
+    """Return the layout of the file of a model, after its tokenizer was read as the file would have it.
+
+    That of fewer tokens is in llama.cpp if that of all is. Beside an adapter it is in no one folder, and not read.
+
+    Args:
+        trust: run the model's own code to read its config.
+
+    Raises:
+        UserError: llama.cpp has no such model or tokenizer.
+    """
+    layout, checkpoint = lay_out(model, chosen), model.checkpoint
+    rows = layout.values["vocab_size"]
+    if checkpoint.rewritten:
+        rows = config_of(checkpoint.path, trust=trust).get_text_config().vocab_size
+    if checkpoint.adapter is None:
+        read_tokenizer(checkpoint.whole, rows, encodes=layout.embeds)
+    return layout
 
 
 def aligned(size: int) -> int:

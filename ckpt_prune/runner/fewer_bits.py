@@ -4,6 +4,7 @@ import shlex
 from importlib.util import find_spec
 from math import prod
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.job.prepared import Prepared
@@ -62,15 +63,14 @@ def _is_checkpoint(prepared: Prepared) -> bool:
 
 
 def _has_file(model: Model, kind: GgufType) -> bool:
-    """Whether llama.cpp is known to compute a model, which the package gguf tells; no weight is read."""
+    """Whether llama.cpp computes a model and has its tokenizer, which the package gguf tells; no weight is read."""
     if find_spec("gguf") is None:
         return False
-    from ckpt_prune.gguf.contents import CannotMapError
-    from ckpt_prune.gguf.layout import lay_out
+    from ckpt_prune.gguf.file_plan import check_file
 
     try:
-        lay_out(model, kind)
-    except CannotMapError:
+        check_file(model, kind)
+    except UserError:
         return False
     return True
 

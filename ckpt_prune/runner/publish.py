@@ -1,6 +1,7 @@
 """Write everything of an output but its tensors: config, record, model card, remote code, side files."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD, QUANTISED_RECORD, RECIPE, REPORT
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.form import Form
@@ -104,7 +106,7 @@ def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Map
     record = record.model_copy(update={key: end for key, end in ends.items() if key in type(record).model_fields})
     writer.write_json(form.kind.record, record.data())
     if is_output:
-        writer.write_text(_CARD, model_card(record, read_json_object(writer.folder / CONFIG)))
+        writer.write_text(_CARD, model_card(record, read_json_object(writer.folder / CONFIG), folder=writer.folder))
     elif form.card is not None:
         writer.write_text(_CARD, form.card(record))
     follow(run)
@@ -131,7 +133,7 @@ def replace_record(out: Path, report: Report) -> None:
 
     The report is last, so that a run which ends between the two has it still to do.
     """
-    write_atomically(out / _CARD, model_card(report, read_json_object(out / CONFIG), lines_of_search(out)))
+    write_atomically(out / _CARD, model_card(report, read_json_object(out / CONFIG), lines_of_search(out), out))
     write_atomically(out / REPORT, pretty_json(report.data()))
 
 
@@ -171,11 +173,17 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     return top_names(side_files_of(source).files) | WEIGHT_NAMES | dict.fromkeys(names)
 
 
-def model_card(report: Report, config: Mapping[str, Any] | None = None, found: Sequence[str] = ()) -> str:
+def model_card(
+    report: Report,
+    config: Mapping[str, Any] | None = None,
+    found: Sequence[str] = (),
+    folder: Path | None = None,
+) -> str:
     """Return README.md of an output. With its config.json the card also says which runtimes take it.
 
     Args:
         found: sentences of what else is known, as by a search.
+        folder: with the tokenizer, which llama.cpp may not have.
     """
     maker = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
     load = "Replace PATH by this folder, or by its id on the Hub."
@@ -204,7 +212,7 @@ def model_card(report: Report, config: Mapping[str, Any] | None = None, found: S
             *_loading(report),
             "```",
             "",
-            *_running(report, config),
+            *_running(report, config, folder),
             print_markdown(others),
             "`ckpt_prune.json` has these figures for every block. `ckpt-prune report PATH` draws them as one page.",
             "",
@@ -229,7 +237,7 @@ def _loading(report: Report) -> list[str]:
     return lines
 
 
-def _running(report: Report, config: Mapping[str, Any] | None) -> list[str]:
+def _running(report: Report, config: Mapping[str, Any] | None, folder: Path | None) -> list[str]:
     """Return a table of the runtimes that take an output, with the command for each; empty for a part of a model."""
     if report.part is not None or config is None:
         return []
@@ -242,6 +250,22 @@ def _running(report: Report, config: Mapping[str, Any] | None) -> list[str]:
         auto_class=report.container.auto_class,
         exported=tuple(exported),
     )
+    if "llama.cpp" in commands and not (folder is None or _has_its_tokenizer(folder, config, generates)):
+        del commands["llama.cpp"]
     shown = {name: [as_code(step.replace("OUT", "PATH")) for step in steps] for name, steps in commands.items()}
     rows = [f"| {name} | {', then '.join(steps)} |" for name, steps in shown.items()]
     return ["## Where it runs", "", "| runtime | command |", "|---|---|", *rows, ""]
+
+
+def _has_its_tokenizer(folder: Path, config: Mapping[str, Any], generates: bool) -> bool:
+    """Return whether llama.cpp has the tokenizer of a folder, as far as that can be told without the package gguf."""
+    rows = config.get("vocab_size")
+    if find_spec("gguf") is None or not isinstance(rows, int):
+        return True
+    from ckpt_prune.gguf.tokenizer import read_tokenizer
+
+    try:
+        read_tokenizer(folder, rows, encodes=not generates)
+    except UserError:
+        return False
+    return True

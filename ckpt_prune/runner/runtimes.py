@@ -22,9 +22,9 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     _check(_targets(recipe), model, model.family.model_type, changes_of_recipe(recipe, model))
     named = [read_target(text) for text in recipe.runs_on or []]
     if any(target.name == "llama.cpp" for target in named) and find_spec("gguf") is not None:
-        from ckpt_prune.gguf.layout import lay_out
+        from ckpt_prune.gguf.file_plan import check_file
 
-        lay_out(model)  # refuses what its architectures do not compute: no output computes anything else
+        check_file(model)  # what llama.cpp does not compute or read, no output of it computes or reads
     columns = {recipe_space(name): model.unit_columns(name) for name in model.family.columns}
     groups = {keys.key: keys.column_group for keys in recipe.stages if keys.column_group > 1}
 

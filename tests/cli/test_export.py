@@ -159,7 +159,7 @@ def test_a_rounded_graph_that_loses_much_has_one_verdict():
         same=0.787, tolerance=0.1, passed=True, windows=4,
     )  # fmt: skip
     about = {"dtype": "int4", "provider": "cpu", "max_loss": 0.1, "passed": True, "against": SimpleNamespace(name="m")}
-    none: dict[str, list[Any]] = dict.fromkeys(("cases", "checks", "continuations"), [])
+    none: dict[str, list[Any]] = {key: [] for key in ("cases", "checks", "continuations")}
     lines = graph_lines(Validation.model_construct(**about, **none, note=None, data={}, metrics=[metric]))
     assert [line for line in lines if "the graph " in line or "the output " in line] == [
         "the graph keeps to what is allowed (int4, cpu, 10% of the metric may be lost), and still the output is worse "

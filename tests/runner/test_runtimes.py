@@ -1,6 +1,7 @@
 """`--for` and `runs_on`: what does not run where it is meant to is refused early, and widths are multiples."""
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -134,12 +135,19 @@ def test_widths_are_multiples(tmp_path, llama, by):
     assert ckpt_prune.verify(out).passed
 
 
+@pytest.fixture
+def any_tokenizer(monkeypatch):
+    """Models of tests have tokenizers of whole words, which llama.cpp has not."""
+    monkeypatch.setattr("ckpt_prune.gguf.file_plan.read_tokenizer", lambda *_, **__: None)
+
+
 def run(*arguments):
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     return done.output
 
 
+@pytest.mark.usefixtures("any_tokenizer")
 def test_multiples_say_what_they_cost_in_size(tmp_path, llama):
     """Against the same prune without them, parameter by parameter; in a dry run, a plan and a prune."""
     shared = [llama, "--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--ratio", "0.3"]
@@ -167,8 +175,10 @@ def test_the_card_names_no_runtime_that_refuses_the_output(tmp_path, llama):
     assert changes_of_config(json.loads((out / "config.json").read_text())) <= {"widths", "heads"}
     card = (out / "README.md").read_text()
     assert "| vllm | `vllm serve PATH --trust-remote-code` |" in card
+    assert "| llama.cpp |" not in card  # which has no tokenizer of whole words
 
 
+@pytest.mark.usefixtures("any_tokenizer")
 def test_experts_are_no_part_of_a_row(tmp_path):
     """Any number of them may stay, for types whose rows are multiples of 32 or 256."""
     model = Case("mixtral", "MixtralForCausalLM").write(tmp_path / "model")
@@ -177,3 +187,16 @@ def test_experts_are_no_part_of_a_row(tmp_path):
     said = run("prune", model, *given, *data, "--dry-run", "-o", tmp_path / "out")
     assert "multiples of" not in said
     assert "experts 3/4" in said
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_biases_that_llama_cpp_does_not_add_are_refused_before_they_are_fitted(tmp_path, llama):
+    model = shutil.copytree(llama, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config))
+    data = ["--text", __file__, "--window", "16", "--samples", "8", "--for", "llama.cpp", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(main, ["prune", str(model), "--recipe", "flap", *data])
+    reason = "ernie4_5: it computes use_bias False, and config.json has True"
+    assert f"no architecture of llama.cpp computes what this recipe makes ({reason}): take one that" in done.output
+    assert done.exit_code == 2

@@ -10,12 +10,10 @@ import torch
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
-from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.export import ExportedGguf, export_gguf
-from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.file_plan import check_file
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
-from ckpt_prune.gguf.tokenizer import read_tokenizer
 from ckpt_prune.gguf.types import bits_of, kinds_of, type_of
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.options.data import ProofOptions, words_of_windows
@@ -63,7 +61,7 @@ class GgufExport:
         source, rounding = job.model, job.recipe.get(Quantize)
         rounded = rounding is not None and rounding.format == "int4"
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
-        layout, dense = lay_out(source), None
+        layout, dense = check_file(source, trust=job.trust), None
         live = None if rounding is not None or layout.architecture.stacked else job.live
         if recipe.rounding == "gptq" and layout.architecture.stacked:
             raise UserError("export.rounding: gptq rounds models with one stack of blocks: leave it out")
@@ -73,14 +71,9 @@ class GgufExport:
         if recipe.rounding == "nearest" and not any(bits_of(each) < _FINE for each in kinds):
             live = None
         check_rounding(kinds, weighted=live is not None)
-        place = source.checkpoint.path
-        if source.checkpoint.rewritten:  # fewer tokens: llama.cpp has their tokenizer if it has that of all
-            rows = config_of(place, trust=job.trust).get_text_config().vocab_size
-            read_tokenizer(place, rows, encodes=layout.embeds)
-        elif source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
-            read_tokenizer(place, layout.values["vocab_size"], encodes=layout.embeds)
-            # Between its two stacks an encoder-decoder has two widths, and no class loads it.
-            dense = None if layout.architecture.stacked else DenseSource(source.checkpoint.name, place)
+        # Between its two stacks an encoder-decoder has two widths, and no class loads it.
+        if not (source.checkpoint.rewritten or source.checkpoint.adapter or layout.architecture.stacked):
+            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
         proving = ProofOptions(text=job.proving.text, data=job.proving.data, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 
