@@ -70,7 +70,7 @@ one, or how to prune one that has no description.
 *Spaces* are what recipes can prune: `heads` (attention heads or KV groups), `queries` (query heads inside KV groups),
 `cross_heads` (of cross-attention), `linear_heads` (of linear attention or state spaces), `qk`, `rotary` and `values`
 (dimensions inside heads), `mlp` (columns), `experts`, `shared` and `dense` (whole experts, columns of shared ones,
-and of MLPs in their place), `pooling` (columns of an MLP in a head that pools the tokens). *Stays whole* are
+and of MLPs in their place), `pooling` (columns of an MLP that pools or merges tokens). *Stays whole* are
 spaces that are measured and masked, and lose no unit. *Rotates* says whether recipes may rotate the residual stream.
 *Also stored as* are stock types that an output may have if the family's own cannot state its shape.
 """

@@ -324,6 +324,11 @@ class Family(StrictModel):
         """The spaces of what pools tokens behind the last block, of which this is a site."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, PoolingSpace)}
 
+    def rows_of(self, module: str, tokens: int) -> int:
+        """Return how many rows a module behind the blocks reads of a sample of so many tokens: one where it pools."""
+        path = module.removeprefix(OUTSIDE)
+        return 1 if path in self.pooled else max(1, int(self.multiplied_per_token.get(path, 1) * tokens))
+
     @property
     def expert_spaces(self) -> dict[SpaceName, ExpertSpace]:
         return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}

@@ -79,7 +79,7 @@ class Site(NamedTuple):
 KindOfSpace = Literal["columns", "logits", "rotary", "values", "experts", "pooling"]
 """Where the units of a space end: columns of a linear module; attention logits; logits of queries and keys that are
 rotated by position (RoPE); columns under the values of KV heads, in a basis of their own; whole experts; or columns of
-a linear module behind the last block, in a head that pools tokens."""
+a linear module behind the last block, in an MLP that pools tokens or merges some into one."""
 OUTSIDE = "/"
 """Before the path of a module that is not in a block but in the model."""
 Pairing = Literal["halves", "neighbours"]
@@ -291,7 +291,7 @@ class ColumnEnd(Space):
 
 
 class PoolingSpace(ColumnEnd):
-    """The columns of the MLP in a head that pools the tokens, behind the last block: a site of that block.
+    """The columns of an MLP that pools tokens, or merges some, behind the last block: a site of that block.
 
     Its modules are `OUTSIDE` the blocks. What its consumer makes is not added to the residual stream.
     """

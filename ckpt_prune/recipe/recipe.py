@@ -479,6 +479,8 @@ class Recipe(Strict):
             if (all_by_default or name in ("heads", "mlp") if settings.optional is None else settings.optional)
             and recipe_space(name) not in prunable
         }
+        if "mlp" in lacking and "pooling" in prunable - self.spaces.keys():  # only what is behind the blocks loses any
+            return self._with_spaces({"pooling" if k == "mlp" else k: v for k, v in self.spaces.items()}).at(family)
         if lacking:
             return self._with_spaces({k: v for k, v in self.spaces.items() if k not in lacking}).at(family)
         # Spaces that meet a size together have no ratio of their own: one that is to stay whole is not among them.

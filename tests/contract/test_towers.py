@@ -3,6 +3,7 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 import ckpt_prune
+from ckpt_prune.measure.samples.image_files import ImageFiles
+from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
+from ckpt_prune.measure.samples.tower_images import TowerImages
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.verification.verify import verify
@@ -99,3 +103,41 @@ def test_equals_the_whole_pruned_by_hand(model_type: str, tmp_path: Path) -> Non
     )
     checks = {check.name: check.passed for check in verify(tmp_path / "out", folder)}
     assert all(passed for name, passed in checks.items() if name != "sparsity (vision)"), checks
+
+
+class Patches(OneWindow):
+    """Patches of all images, as a tower is called with them, which it merges behind its blocks."""
+
+    def __init__(self, images: TowerImages) -> None:
+        batches = [images.batch(slice(row, row + 1)) for row in range(len(images))]
+        self.inputs = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def batch(self, _rows: slice) -> dict[str, Tensor]:
+        return self.inputs
+
+
+def test_what_merges_patches_behind_the_blocks_equals_that_pruned_by_hand(tmp_path: Path) -> None:
+    folder, images = write_tiny("glm4v", None, tmp_path / "glm4v"), tmp_path / "images"
+    settings = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    stated = {"image_processor_type": "Glm4vImageProcessor", "temporal_patch_size": 2, **settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(stated))
+    images.mkdir()
+    for number, size in enumerate([(32, 32), (64, 32), (32, 64)]):
+        write_image(images / f"{number}.png", number, size)
+    case = PartCase("glm4v", "vision", (("pooling", 0.5),))
+    case.__dict__["model"] = AutoModelForImageTextToText.from_pretrained(folder)
+    model = open_model(str(folder), Opening(part="vision"))
+    files = ImageFiles(tuple(sorted(images.iterdir())))
+    data: Any = Patches(TowerImages(files, load_processor(folder), model))
+    space = DEFAULTS["pooling"] | {"ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"version": 1, "name": "test", "target": "dense", "spaces": {"pooling": space}}))
+    ckpt_prune.prune(folder, part="vision", recipe=recipe, output=tmp_path / "out", images=images, evaluate_samples=0)
+    composite = InComposite(case, model)
+    composite.prune(data, {"pooling": "ridge"})
+    loaded = ckpt_prune.load(tmp_path / "out").get_submodule("model.visual")
+    made = outputs(loaded, data)
+    assert "pooler_output" in made
+    assert_same_outputs(made, outputs(composite.model, data), COMPUTED)
+    assert loaded.merger.down_proj.in_features == 24
+    assert all(each.passed for each in verify(tmp_path / "out", folder) if each.name != "sparsity (vision)")

@@ -18,6 +18,7 @@ from ckpt_prune.model.discovery.experts import chooses_others, find_experts, pac
 from ckpt_prune.model.discovery.layouts import factors_of, find_incidences
 from ckpt_prune.model.discovery.switches import WidthSwitchError, find_switch
 from ckpt_prune.model.discovery.trace import (
+    MOST_COLUMNS,
     BlockRun,
     Trace,
     find_blocks,
@@ -35,6 +36,7 @@ from ckpt_prune.model.family import QUOTIENTS
 from ckpt_prune.model.image_inputs import are_images
 from ckpt_prune.model.nested_keys import flat_keys, read_key, with_keys
 from ckpt_prune.model.skeleton import EXPERT, Names, RefusedConfigError, build_skeleton, parse_config
+from ckpt_prune.model.spaces import OUTSIDE
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
 _GROUPS = ("n_group", "topk_group")
@@ -213,6 +215,8 @@ class Describer:
             self.whole[name] = "other blocks read the keys and values of its heads"
         experts = self._experts()
         self._columns(traces)
+        if are_images(self.twin.batch) and self.stage is None:
+            self._add_pooling()
         if any(map(self._is_bare, attention.values())):
             attention = self._unknown_attention(traces)
         for name, space in list(self.spaces.items()):
@@ -229,15 +233,15 @@ class Describer:
                 f"no space of the {self.stack} of {self.twin.architecture} was found: {said(self.whole)}{self._beside}"
             )
         model: Any = self.twin.model
-        outside = self._images() if are_images(self.twin.batch) else self._texts()
+        around = self._images() if are_images(self.twin.batch) else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - QUOTIENTS.keys():
             self.add_dimension(key, self.values[key], [key])
-        order = ("queries", "heads", "cross_heads", "linear_heads", "mlp", "dense", "shared", "experts")
+        order = ("queries", "heads", "cross_heads", "linear_heads", "mlp", "dense", "shared", "pooling", "experts")
         description: dict[str, Any] = {
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
-            **outside,
+            **around,
             **({"passes_on": True} if self._first_is_needed else {}),
             **({"shares_keys": True} if shares_keys else {}),
             **({"several_streams": True} if self.runs[0].states.dim() > 3 else {}),
@@ -261,13 +265,14 @@ class Describer:
         }
         if experts is not None:
             description["experts"] = experts
-        alike = ("heads", "cross_heads", "mlp", "dense", "shared")
+        alike = ("heads", "cross_heads", "mlp", "dense", "shared", "pooling")
         units = [space["units"] for name, space in self.spaces.items() if name in alike]
         description["together"] = [each for each in dict.fromkeys(units) if units.count(each) > 1]
         named = {*modules_of(self.spaces.values())}
         lacking = [space for space in self.spaces.values() if "unless" in space]
         description["spaceless"] = self._spaceless(named) + sorted(modules_of(lacking))
-        description["bias_slots"] = self._bias_slots(named)
+        outside = {module for module in named if f"{module.removeprefix(OUTSIDE)}.bias" in self.names.shapes}
+        description["bias_slots"] = self._bias_slots(named) | dict.fromkeys(sorted(outside), True)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
         if description["heads_divide_hidden"]:
             description["config_if_blocks_differ"] = {"allow_global_per_layer_attribute_access": True}
@@ -918,6 +923,49 @@ class Describer:
             **self._effect(run, trace),
         }
         return None
+
+    def _add_pooling(self) -> None:
+        """Add the columns of an MLP behind the blocks, which a config key states: SigLIP 2's pools, GLM-4V's merges."""
+        for run in self._behind():
+            for trace in trace_block(run):
+                unit, count = join_units(trace), trace.columns
+                key = self.key_of(count, "intermediate|ffn|mlp")
+                places = self._places(run, trace, unit, count, {}) if int(unit.max()) + 1 == count and key else None
+                if places is None or "tables" in places or trace.mixes or "pooling" in self.spaces:
+                    continue
+                alike = next((space for space in self.spaces.values() if key in space["config"]), None)
+                if alike is None:
+                    self.add_dimension("pooling", count, _keys(key))
+                for incidence in (*places["rows"], places["columns"]):
+                    incidence["module"] = f"{OUTSIDE}{incidence['module']}"
+                units = "pooling" if alike is None else alike["units"]
+                self.spaces["pooling"] = {"units": units, **places, "config": {key: []}}
+
+    def _behind(self) -> list[BlockRun]:
+        """Return modules with few linear modules of their own that run once behind the blocks, with what they read."""
+        called: dict[str, list[Any]] = {}
+        passed: list[bool] = []
+
+        def see(path: str) -> Any:
+            return lambda _module, arguments: called.setdefault(path, []).append(arguments) if passed else None
+
+        hooks = [self.runs[-1].block.register_forward_hook(lambda *_: passed.append(True))]
+        for path, module in self.twin.model.named_modules():
+            linears = [each for each in module.children() if is_linear(each)]
+            few = len(linears) > 1 and all(max(each.weight.shape) <= MOST_COLUMNS for each in linears)
+            if path and few and not re.search(r"\.\d+(\.|$)", path):  # of no block, of this list or another
+                hooks.append(module.register_forward_pre_hook(see(path)))
+        self.twin.outputs()
+        for hook in hooks:
+            hook.remove()
+        runs = []
+        for path, calls in called.items():
+            tensors = [each for each in calls[0] if isinstance(each, torch.Tensor)]
+            if len(calls) == len(calls[0]) == len(tensors) == 1:
+                rows = tensors[0][..., 0].numel()
+                places = (IMAGES, rows // IMAGES)
+                runs.append(BlockRun(path, self.twin.model.get_submodule(path), tensors[0].clone(), places, (), {}))
+        return runs
 
     def _also_reads(self, run: BlockRun, trace: Trace, unit: torch.Tensor) -> list[dict[str, Any]] | None:
         """Return the weights of other linear modules whose columns are units, too; None if these lie in another order.

@@ -33,6 +33,7 @@ from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import SpaceProof
 from ckpt_prune.model.short_forms import shorten_description
 from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_class
+from ckpt_prune.model.spaces import OUTSIDE
 
 _AUTO = (
     "AutoModelForCausalLM",
@@ -324,7 +325,10 @@ def _settle(draft: Draft, twin: Twin) -> Family:
             if named == "heads" and "fixed" not in heads and draft.counted is not None:
                 draft.description["spaces"]["heads"] = heads | _NARROWED
                 continue
+            outside = re.search(rf" units {OUTSIDE}(\S+) has shape", reason)
             of_twin = f"shapes of a small random model of its class contradict it: {reason}"
+            if outside is not None:
+                of_twin = f"its config key also states a width of {outside[1]}, outside the blocks"
             drop_space(draft, named, fixed if named in ("heads", "queries") else of_twin)
             continue
         return family

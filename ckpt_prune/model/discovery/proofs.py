@@ -46,7 +46,7 @@ class Prover:
     """
 
     def __init__(self, family: Family, twin: Twin) -> None:
-        self.family, self.twin = family.with_config(twin.parsed), twin
+        self.family, self.twin = family.of(twin.architecture).with_config(twin.parsed), twin
         self.class_: Any = stock_class(twin.architecture, twin.parsed)
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -221,6 +221,8 @@ class Prover:
     def _blocks_with(self, name: str) -> list[int]:
         """Return the blocks that have every linear module of a space."""
         space = self.family.spaces[name]
+        if name in self.family.pooling:
+            return [self.blocks[-1]]  # which it is a site of
         names = [[self.family.tensor(block, module) for module in space.modules] for block in self.blocks]
         present = [block for block, own in zip(self.blocks, names, strict=True) if self.state.keys() >= set(own)]
         if name in self.family.columns:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.discovery.twin import RATIO, Twin
 
-_MOST_COLUMNS = 1024
+MOST_COLUMNS = 1024
 """Each takes a derivative of its own."""
 _BATCH = 128
 """Derivatives that are taken at once."""
@@ -334,7 +334,7 @@ def _trace(
     effect, factor = _effect(leaf, leaving, generator)
     if (effect == "none") != inner:
         return None
-    if target.shape[-1] > _MOST_COLUMNS:
+    if target.shape[-1] > MOST_COLUMNS:
         raise UserError(f"{path} still has {target.shape[-1]} columns in a model that was made small")
     last = torch.zeros_like(noise)
     last[:, -1] = noise[:, -1]

@@ -150,7 +150,7 @@ class Twin:
 
     @torch.no_grad()
     def outputs(self) -> Tensor:
-        """Return logits, or the last hidden states of a class without a head."""
+        """Return logits, or the last hidden states of a class without a head, of images with what is pooled of them."""
         return run(self.model, self.batch)
 
 
@@ -159,6 +159,9 @@ def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     outputs: Any = model(**batch, **options)
     logits = getattr(outputs, "logits", None)
     result: Tensor = outputs[0] if logits is None else logits
+    pooled = getattr(outputs, "pooler_output", None)
+    if logits is None and isinstance(pooled, Tensor) and are_images(batch):  # what models of text are handed
+        return torch.cat([result.flatten(), pooled.flatten()])
     return result
 
 

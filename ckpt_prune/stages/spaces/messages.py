@@ -99,10 +99,11 @@ def widest_fit(prepared: Prepared) -> int:
 def _inputs(prepared: Prepared) -> dict[SpaceName, int]:
     """Return the most inputs of a fit at the sites of each space that loses units, for as many tokens as it sees.
 
-    What pools the tokens sees one of a sample: it counts like a fit of as many times the inputs that sees all.
+    What pools or merges tokens sees fewer: it counts like a fit of as many times the inputs that sees all.
     """
-    model, recipe = prepared.model, prepared.recipe
-    seen = dict.fromkeys(model.family.pooling, sample_tokens(prepared))
+    model, recipe, tokens = prepared.model, prepared.recipe, sample_tokens(prepared)
+    pooling = model.family.pooling.items()
+    seen = {name: tokens // model.family.rows_of(space.consumer, tokens) for name, space in pooling}
     return {
         space: max(prepared.counts(space)) * model.copies(space) * model.unit_columns(space) * seen.get(space, 1)
         for space in recipe.spaces

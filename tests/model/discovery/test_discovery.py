@@ -116,10 +116,10 @@ def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
             "those that stay differently",
         ),
         (
-            ("glm4v_vision", "Glm4vVisionModel"),
-            "no space of Glm4vVisionModel is proven: heads: the heads of glm4v_vision are always as wide together as "
-            "the hidden size, or its class counts them otherwise; mlp: its config key also states a width of "
-            "downsample, outside the blocks",
+            ("llama4_vision_model", "Llama4VisionModel"),
+            "no space of Llama4VisionModel is proven: heads: the heads of llama4_vision_model are always as wide "
+            "together as the hidden size, or its class counts them otherwise; mlp: its config key also states a width "
+            "of vision_adapter.mlp.fc1, outside the blocks",
         ),
     ],
 )

@@ -46,7 +46,7 @@ TRIED = {
 
 Other tests find and prune gemma4, gpt_oss and lfm2: `FOUND`, cli/test_hybrids.py and cli/test_kept_bytes.py.
 """
-TOWERS = ("inkling2", "lfm2_vl", "molmo2", "unlimited_ocr")
+TOWERS = ("glm4v", "inkling2", "lfm2_vl", "molmo2", "unlimited_ocr")
 """Types of models of images with text whose towers are always tried."""
 
 

@@ -1,4 +1,4 @@
-"""Sites of what pools the tokens of a sample behind the last block."""
+"""Sites of what pools or merges the tokens of a sample behind the last block."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
 class PoolingSolver(ColumnSolver):
-    """Solves sites whose consumer sees one token of a sample, and adds nothing to the residual stream."""
+    """Solves sites whose consumer sees one or few tokens of a sample, and adds nothing to the residual stream."""
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
-        return super().samples_needed(kept, 1)
+        return super().samples_needed(kept, self.model.family.rows_of(self.description.consumer, tokens))
 
     @property
     def has_effects(self) -> bool:
