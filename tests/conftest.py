@@ -338,3 +338,12 @@ def sources(tmp_path_factory) -> "Sources":
         return calibrate(folder, out, **options)
 
     return Sources(tmp_path_factory.mktemp("sources"), make, measure)
+
+
+@pytest.fixture
+def any_tokenizer(monkeypatch):
+    """Tiny models have tokenizers of whole words, which llama.cpp has not: let their files have none."""
+    from ckpt_prune.gguf.tokenizer import FileTokenizer
+
+    none = FileTokenizer({}, "none", (), ())
+    monkeypatch.setattr("ckpt_prune.gguf.file_plan.read_tokenizer", lambda *_, **__: none)

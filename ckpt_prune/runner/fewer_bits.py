@@ -4,6 +4,7 @@ import shlex
 from importlib.util import find_spec
 from math import prod
 
+from ckpt_prune.checkpoint.side_files import reader_files
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
@@ -49,9 +50,12 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     if bits is None or after >= before.bytes:
         return None
     model = shlex.quote(checkpoint.name if "/" in checkpoint.name else str(checkpoint.path))
-    command = _command(prepared, eight=bits == _EIGHT).format(model=model)
+    command, file = _command(prepared, eight=bits == _EIGHT)
     reached = after if _is_checkpoint(prepared) and bits == _FOUR else sizes[bits]
-    return f"{_FEW}: `{command}` takes about {human_bytes(reached)}, this {human_bytes(after)}; {_FOR}"
+    tokenizer = sum(path.stat().st_size for path in reader_files(checkpoint).values())
+    sides = human_bytes(reached + tokenizer if file is None else file), human_bytes(after + tokenizer)
+    each = ", both with the tokenizer" if tokenizer else ""
+    return f"{_FEW}: `{command.format(model=model)}` takes about {sides[0]}, this {sides[1]}{each}; {_FOR}"
 
 
 def _runtimes(prepared: Prepared) -> set[str]:
@@ -62,25 +66,27 @@ def _is_checkpoint(prepared: Prepared) -> bool:
     return prepared.job.model.family.causal and bool(_runtimes(prepared) & {"vllm", "transformers"})
 
 
-def _has_file(model: Model, kind: GgufType) -> bool:
-    """Whether llama.cpp computes a model and has its tokenizer, which the package gguf tells; no weight is read."""
+def _count_file(model: Model, kind: GgufType) -> int | None:
+    """Return the bytes of a model's file; None if llama.cpp does not compute it, or has no such tokenizer."""
     if find_spec("gguf") is None:
-        return False
-    from ckpt_prune.gguf.file_plan import check_file
+        return None
+    from ckpt_prune.gguf.file_plan import FilePlanner
 
     try:
-        check_file(model, kind)
+        return FilePlanner(model).plan(kind).bytes
     except UserError:
-        return False
-    return True
+        return None
 
 
-def _command(prepared: Prepared, *, eight: bool) -> str:
+def _command(prepared: Prepared, *, eight: bool) -> tuple[str, int | None]:
+    """Return a command, and the bytes of the GGUF file that it writes, if it writes one."""
     family, runs_on = prepared.job.model.family, _runtimes(prepared)
     if _is_checkpoint(prepared):
         few = "int8" if eight else f"int4 --target-bytes {prepared.output.cost.bytes} --text FILE"
-        return f"ckpt-prune quantize {{model}} --format {few} -o OUT"
+        return f"ckpt-prune quantize {{model}} --format {few} -o OUT", None
     kind: GgufType = "q8_0" if eight else "q4_k_m"
-    if (family.causal or "llama.cpp" in runs_on) and not runs_on & _GRAPHS and _has_file(prepared.job.model, kind):
-        return f"ckpt-prune export {{model}} --format gguf --dtype {kind} -o OUT.gguf"
-    return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT"
+    if (family.causal or "llama.cpp" in runs_on) and not runs_on & _GRAPHS:
+        size = _count_file(prepared.job.model, kind)
+        if size is not None:
+            return f"ckpt-prune export {{model}} --format gguf --dtype {kind} -o OUT.gguf", size
+    return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT", None

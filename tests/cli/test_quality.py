@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ckpt_prune.common.errors import EvaluationFailedError, UserError
+from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.evaluation import pair, texts
 from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
@@ -197,6 +199,7 @@ def test_an_embedder_is_measured_by_embeddings_and_its_graph_makes_them(tmp_path
         (("--recipe", "magnitude-50"), None),
     ],
 )
+@pytest.mark.usefixtures("any_tokenizer")
 def test_the_command_that_loses_less_is_named(place, options, command):
     recipe = () if "--recipe" in options else ("--recipe", "magnitude")
     printed = json.loads(ok("prune", "dense", *recipe, *options, "--dry-run", "--json"))
@@ -206,6 +209,17 @@ def test_the_command_that_loses_less_is_named(place, options, command):
         assert f"`{command}` takes about " in printed["fewer_bits"]
 
 
+def test_the_size_of_a_file_is_told_with_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = str(files("ckpt_prune") / "demo" / "model")
+    line = json.loads(ok("prune", model, "--recipe", "magnitude", "--ratio", "0.3", "--dry-run", "--json"))[
+        "fewer_bits"
+    ]
+    ok("export", model, "--format", "gguf", "--dtype", "q8_0", "--no-validate", "-o", "OUT.gguf")
+    assert f"-o OUT.gguf` takes about {human_bytes(Path('OUT.gguf').stat().st_size)}, this " in line
+
+
+@pytest.mark.usefixtures("any_tokenizer")
 @pytest.mark.parametrize(("normalised", "form"), [(True, "--format gguf --dtype q8_0"), (False, "--dtype int8")])
 def test_a_file_is_named_only_of_what_llama_cpp_computes(tmp_path, monkeypatch, normalised, form):
     """It divides the weights of the chosen experts by their sum, whatever the config says."""
@@ -217,6 +231,7 @@ def test_a_file_is_named_only_of_what_llama_cpp_computes(tmp_path, monkeypatch, 
     assert f"`ckpt-prune export mixture {form} -o OUT" in line
 
 
+@pytest.mark.usefixtures("any_tokenizer")
 def test_four_bits_are_named_where_eight_are_too_many(place, monkeypatch):
     """In bfloat16 half of a model is what 8 bits take; where 4 are too many as well, pruning alone is left."""
     torch.manual_seed(0)

@@ -135,12 +135,6 @@ def test_widths_are_multiples(tmp_path, llama, by):
     assert ckpt_prune.verify(out).passed
 
 
-@pytest.fixture
-def any_tokenizer(monkeypatch):
-    """Models of tests have tokenizers of whole words, which llama.cpp has not."""
-    monkeypatch.setattr("ckpt_prune.gguf.file_plan.read_tokenizer", lambda *_, **__: None)
-
-
 def run(*arguments):
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
