@@ -160,7 +160,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     family, blocks = model.family, model.blocks_with(name)
     units = max(model.unit_counts(name))
     space = family.spaces[name]
-    columns = family.columns.get(name)
+    columns = {**family.columns, **family.pooling}.get(name)
     consumer = None if columns is None else columns.consumer
     alike = [other for other in family.spaces if recipe_space(other) == recipe_space(name)]
     together = [other for other, each in family.spaces.items() if each.units == space.units in family.together]

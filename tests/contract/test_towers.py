@@ -22,6 +22,7 @@ from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS, STRENGTH
 from tests.images import write_image
 from tests.pairs import choose_cases
+from tests.refusals import refusal
 from tests.talks import NEEDS, READERS, write_rows, write_talker
 from tools.families import write_tiny
 
@@ -141,3 +142,10 @@ def test_what_merges_patches_behind_the_blocks_equals_that_pruned_by_hand(tmp_pa
     assert_same_outputs(made, outputs(composite.model, data), COMPUTED)
     assert loaded.merger.down_proj.in_features == 24
     assert all(each.passed for each in verify(tmp_path / "out", folder) if each.name != "sparsity (vision)")
+    masked = {"recipe": "wanda", "part": "vision", "output": tmp_path / "masked", "images": images}
+    assert refusal(ckpt_prune.prune, folder, **masked) == (
+        "no linear module in the blocks of glm4v_vision can be masked: pooling alone can be pruned, as "
+        "recipe ridge does"
+    )
+    space = ckpt_prune.inspect(folder, part="vision").spaces["pooling"]
+    assert space.containers == {"weights": "glm4v_vision", "weights and bias": "none"}

@@ -22,7 +22,7 @@ from ckpt_prune.model.family import REMOTE_PREFIX, Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.nested_keys import find_key, with_keys
 from ckpt_prune.model.skeleton import AHEAD_KEYS, RefusedConfigError, parse_config, quiet_transformers, stored_key
-from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
+from ckpt_prune.model.spaces import OUTSIDE, SpaceName, first_expert_spaces, recipe_space
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
 OWN_CODE = "Say --container any to store it with code of its own beside the weights"
@@ -328,7 +328,8 @@ def _obstacle(candidate: Family, output: _Output, *, remote: bool, slotless_ok: 
         return f"{candidate.model_type} refuses head counts that differ per block"
     slotless = _slotless(candidate, output)
     if slotless and not slotless_ok:
-        return f"{candidate.model_type} has no slot for a bias on {', '.join(slotless)}"
+        named = ", ".join(module.removeprefix(OUTSIDE) for module in slotless)
+        return f"{candidate.model_type} has no slot for a bias on {named}"
     if candidate is not source and model.uses_sliding_window:
         return f"{candidate.model_type} is not offered for a model with sliding-window attention"
     return None

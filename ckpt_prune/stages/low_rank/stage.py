@@ -16,7 +16,7 @@ from ckpt_prune.stages.low_rank.keys import LowRank
 from ckpt_prune.stages.shared.measure_dense import measure_and_choose, preview_choice
 from ckpt_prune.stages.shared.moments import check_collected, prune_step
 from ckpt_prune.stages.shared.output import plan_output
-from ckpt_prune.stages.shared.tokens import INPUTS, widest_linear
+from ckpt_prune.stages.shared.tokens import INPUTS, check_linears, widest_linear
 
 
 class LowRankStage(Stage[LowRank]):
@@ -38,6 +38,7 @@ class LowRankStage(Stage[LowRank]):
     def check(self, prepared: Prepared) -> None:
         """Refuse models whose linear modules cannot be factored, and data that the method cannot use."""
         family, name = prepared.model.family, prepared.recipe.name
+        check_linears(prepared.model, "factored")
         if family.experts is not None:
             raise UserError(
                 f"recipe {name} factors linear modules, and experts of a {family.model_type} have none of their own in "

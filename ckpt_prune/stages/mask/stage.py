@@ -21,7 +21,7 @@ from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
 from ckpt_prune.stages.shared.measure_dense import measure_dense
 from ckpt_prune.stages.shared.moments import check_collected, prune_step
 from ckpt_prune.stages.shared.one_basis import check_one_basis
-from ckpt_prune.stages.shared.tokens import INPUTS, widest_linear
+from ckpt_prune.stages.shared.tokens import INPUTS, check_linears, widest_linear
 
 
 class MaskStage(Stage[Mask]):
@@ -42,6 +42,7 @@ class MaskStage(Stage[Mask]):
     def check_source(self, model: Model) -> None:
         """Masks go into outputs with code of their own, unless their residual stream turns between blocks."""
         check_one_basis(model)
+        check_linears(model, "masked")
 
     def check(self, prepared: Prepared) -> None:
         """Refuse a pattern that does not fit the weights, and statistics that lack what the method needs."""
