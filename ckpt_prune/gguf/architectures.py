@@ -747,6 +747,8 @@ ARCHITECTURES = (
                  only=_SILU | _UNTIED | {"norm_topk_prob": (True,), "use_qk_norm": (True,)},
                  counts=_CHOSEN | _ROUTED_COUNTS | _GROUPS, fused="attention.query_key_value"),
     Architecture("minimax-m3", "minimax_m3_vl_text", {
+                 f"mlp.experts.{each}": f"ffn_{role}_exps" for each, role in (
+                     ("w1", "gate"), ("w2", "down"), ("w3", "up"))} | {
                  f"self_attn.indexer.{each}": f"indexer.{each}" for each in ("q_proj", "k_proj", "q_norm", "k_norm")},
                  named_as="dots1", norm_offset=1, biases=_NONE, partial=True, leading="mlp_layer_types",
                  dense_width="dense_intermediate_size", shared_width="shared_intermediate_size", values=_SCALED,

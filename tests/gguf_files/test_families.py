@@ -620,6 +620,7 @@ DRAWS = {"codebook_size": 16, "latent_channels": 4, "base_channels": 32, "channe
 DRAWS |= {"num_res_blocks": 1, "attn_resolutions": []}
 TOWERS = {
     "llama4": ("llama4", {"text_config": SIZES | LLAMA_4, "vision_config": SEES}),
+    "minimax_m3_vl": ("minimax-m3", {"text_config": SIZES | MINIMAX_3, "vision_config": SEES}),
     "emu3": (
         "llama",
         {
