@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import SiglipConfig, SiglipForImageClassification, SiglipVisio
 import ckpt_prune
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.skeleton import quiet_transformers
+from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
+from ckpt_prune.stages.spaces.solvers.pooling import PoolingSolver
 from tests.cli.running import ok, run
 from tests.encoders import randomise
 from tests.families import contents
@@ -135,3 +138,15 @@ def test_a_classifier_on_a_tower(place):
     assert kept("out") == {"mlp": [WIDTH // 2] * BLOCKS, "pooling": [WIDTH // 2]}
     assert "SiglipForImageClassification by stock transformers" in ok("verify", "out", "--against", "dense")
     assert "the graph agrees with out" in ok("export", "out", "-o", "graph")
+
+
+@pytest.mark.parametrize("units", ["mlp", "pooling"])
+def test_beside_effects_columns_cost_nothing_only_where_their_number_is_that_of_the_mlps(units, monkeypatch):
+    monkeypatch.setattr(ColumnSolver, "errors", lambda *_arguments: torch.ones(4))
+    solver: Any = SimpleNamespace(
+        recipe=SimpleNamespace(weighed_by_effect=True),
+        description=SimpleNamespace(units=units),
+        model=SimpleNamespace(family=SimpleNamespace(together=["mlp"])),
+    )
+    asked = type("Asked", (PoolingSolver,), vars(solver) | {"__init__": lambda _self: None})()
+    assert bool(asked.errors(0, {}, (), torch.zeros(3)).any()) == (units == "pooling")

@@ -23,7 +23,7 @@ class PoolingSolver(ColumnSolver):
     def errors(
         self, block: int, tensors: Tensors, folds: SpaceMoments, scores: Tensor, fisher: Fisher | None = None
     ) -> Tensor:
-        """Return the errors of all widths, or zeros beside effects: the width is that of the blocks' MLPs."""
-        if self.recipe.weighed_by_effect:
+        """Return the errors of all widths, or zeros beside effects where the width is that of the blocks' MLPs."""
+        if self.recipe.weighed_by_effect and self.description.units in self.model.family.together:
             return torch.zeros(scores.numel() + 1, dtype=torch.float64)
         return super().errors(block, tensors, folds, scores, fisher)
