@@ -52,6 +52,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
         **{"q_lora_rank": 16, "kv_lora_rank": 16},
     },
+    "kimi_linear": {
+        **{**EXPERTS, "num_local_experts": 4, "n_group": 1, "num_key_value_heads": 4, "kv_lora_rank": 16},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 2},
+        **{"layer_types": GATED, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    },
 }
 """Type of a causal model → keys of its config."""
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -66,8 +67,9 @@ def check_description(family: Family, config: Mapping[str, Any], *, changes: boo
     names = stock_names(dict(config), family.architecture)
     blocks = family.dimension(parsed, "layers")
     _check_modules(family, dict(names.model.named_modules()), names, blocks)
-    family = _check_linears(family, _by_block(family, names.shapes, blocks))
-    for part in family.of_one_width:
+    shapes = _by_block(family, names.shapes, blocks)
+    family = _check_linears(family, shapes)
+    for part in _of_one_shape(family, shapes):
         sizes = _sizes(part, _shapes_inside(part, names.shapes, parsed, family))
         if changes:
             _check_bias_slots(part, config, parsed, family)
@@ -80,6 +82,21 @@ def check_description(family: Family, config: Mapping[str, Any], *, changes: boo
                 _check_stated(part, name, parsed)
                 if changes:
                     _check_widths(part, name, config, parsed, sizes, family)
+
+
+def _of_one_shape(family: Family, blocks: Sequence[Shapes]) -> list[Family]:
+    """This family without the first and without the second of two spaces that end in one linear module; or itself.
+
+    They are of different blocks: MLPs of two widths, or two ways to mix tokens.
+    """
+    kinds = [spaces_among(family.spaces, {name.removesuffix(".weight") for name in shapes}) for shapes in blocks]
+    pairs = [(name, space.wider_than) for name, space in family.columns.items() if space.wider_than is not None]
+    for (name, space), (other, beside) in combinations(family.consumers.items(), 2):
+        if space.consumer == beside.consumer and not any({name, other} <= kind.keys() for kind in kinds):
+            pairs.append((name, other))
+    without = [set(names) for names in zip(*pairs, strict=True)] or [set[SpaceName]()]
+    spaces = [{name: each for name, each in family.spaces.items() if name not in gone} for gone in without]
+    return [family.model_copy(update={"spaces": own}) for own in spaces]
 
 
 def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
@@ -124,9 +141,11 @@ def _shapes_inside(family: Family, shapes: Shapes, parsed: Any, whole: Family) -
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     named = {f"{module}.weight" for module in family.linears}
     for block, inside in enumerate(_by_block(family, shapes, family.dimension(parsed, "layers"))):
-        spaces = family.spaces.items()
-        lacking = [each for name, each in spaces if family.lacks(parsed, block, each) or not fits(name, inside)]
-        without = {f"{module}.weight" for space in lacking for module in space.modules}
+        of_block = spaces_among(family.spaces, {name.removesuffix(".weight") for name in inside})
+        complete = [
+            each for name, each in of_block.items() if fits(name, inside) and not family.lacks(parsed, block, each)
+        ]
+        without = named - {f"{module}.weight" for space in complete for module in space.modules}
         for name, shape in inside.items():
             if name in without:
                 continue

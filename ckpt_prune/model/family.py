@@ -244,14 +244,6 @@ class Family(StrictModel):
         dimension = partial(self.dimension, config)
         return columns == space.site_units(dimension) * space.columns.per_unit(dimension)
 
-    @property
-    def of_one_width(self) -> list["Family"]:
-        """This family with the spaces of ordinary MLPs alone, and of those that are wider; itself if there are none."""
-        wider = {name: space.wider_than for name, space in self.columns.items() if space.wider_than is not None}
-        without = [{*wider}, {*wider.values()}] if wider else [set[str]()]
-        spaces = [{name: each for name, each in self.spaces.items() if name not in gone} for gone in without]
-        return [self.model_copy(update={"spaces": own}) for own in spaces]
-
     def as_listed(self, config: Any, key: str, value: int) -> Any:
         """Return a new value of a config key of a space; in a list if the config has one of all blocks there."""
         before = read_key(config, key)

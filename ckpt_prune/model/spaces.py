@@ -152,8 +152,8 @@ class Incidence(StrictModel):
 
     The axis is `after` lines of something else, then `copies` runs of units, then the rest. In a run, units follow each
     other with `lines_per_unit` neighbouring lines, `stride` lines from one unit to the next. Units may stand several
-    times: every `repeated_units` of them are repeated `repeats` times before the next come. If `front`, a table's first
-    axis is meant.
+    times: every `repeated_units` of them are repeated `repeats` times before the next come. Of a table `axis` is meant,
+    or the last.
     """
 
     module: str
@@ -163,7 +163,7 @@ class Incidence(StrictModel):
     stride: list[list[str | int]] = []
     repeats: list[str | int] = []
     repeated_units: list[str | int] = []
-    front: bool = False
+    axis: int | None = Field(None, ge=0)
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Return the rows or columns of some units, int64, one run after the other.
@@ -188,7 +188,7 @@ class Incidence(StrictModel):
 
     def table_dim(self, dimensions: int) -> int:
         """Return the axis of a table of so many."""
-        return 0 if self.front else dimensions - 1
+        return dimensions - 1 if self.axis is None else self.axis
 
     def per_unit(self, dimension: Dimension) -> int:
         """Return the rows or columns of one unit, all runs together."""

@@ -27,6 +27,7 @@ BLOCKS: dict[str, dict[str, set[int]]] = {
     "nemotron_h": {"heads": {2}, "mlp": {1, 3}},
     "falcon_h1": {"heads": {0, 1, 2, 3}, "linear_heads": {0, 1, 2, 3}, "mlp": {0, 1, 2, 3}},
     "qwen3_next": {"heads": {1, 3}, "linear_heads": {0, 2}, "mlp": {0, 1, 2, 3}, "shared": {0, 1, 2, 3}},
+    "kimi_linear": {"heads": {1, 3}, "linear_heads": {0, 2}, "mlp": {1, 2, 3}, "shared": {1, 2, 3}, "dense": {0}},
     "jamba": {"heads": {1, 3}, "mlp": {1, 3}, "dense": {0, 2}},
     "glm4_moe": {"heads": {0, 1, 2, 3}, "mlp": {1, 2, 3}, "shared": {1, 2, 3}, "dense": {0}},
     "gemma4_text": {"mlp": {0, 1}, "dense": {2, 3}},  # the latter twice as wide

@@ -247,7 +247,7 @@ class Describer:
             **({"several_streams": True} if self.runs[0].states.dim() > 3 else {}),
             "layers": self.layers,
             "block": self.prefix,
-            "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
+            "lookups": self._lookups,
             "dimensions": self.dimensions,
             "derived": self.derived,
             "times_in_config": self.times_in_config,
@@ -268,9 +268,9 @@ class Describer:
         alike = ("heads", "cross_heads", "mlp", "dense", "shared", "pooling")
         units = [space["units"] for name, space in self.spaces.items() if name in alike]
         description["together"] = [each for each in dict.fromkeys(units) if units.count(each) > 1]
-        named = {*modules_of(self.spaces.values())}
         lacking = [space for space in self.spaces.values() if "unless" in space]
-        description["spaceless"] = self._spaceless(named) + sorted(modules_of(lacking))
+        named = modules_of(self.spaces.values())
+        description["spaceless"] = self._spaceless() + sorted(modules_of(lacking))
         outside = {module for module in named if f"{module.removeprefix(OUTSIDE)}.bias" in self.names.shapes}
         description["bias_slots"] = self._bias_slots(named) | dict.fromkeys(sorted(outside), True)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
@@ -355,6 +355,17 @@ class Describer:
         return next(stored, next(iter(paths), None))
 
     @property
+    def _lookups(self) -> list[str]:
+        """Modules of which rows are looked up, as files name them."""
+        paths = [path for path, each in self.twin.model.named_modules() if isinstance(each, nn.Embedding)]
+        names = {path: f"{path}.weight" for path in paths}
+        stored = {parameter: disk for disk in self.names.shapes for parameter in self.names.parameters(disk)[:1]}
+        return [
+            path if name in self.names.shapes else stored.get(name, name).removesuffix(".weight")
+            for path, name in names.items()
+        ]
+
+    @property
     def _beside(self) -> str:
         return f"; --part {'decoder' if self.stack == 'encoder' else 'encoder'} names its other stack"
 
@@ -376,17 +387,26 @@ class Describer:
         ]
         return list(dict.fromkeys(found))
 
-    def _spaceless(self, named: set[str]) -> list[str]:
-        """Return what else blocks hold of two axes or more, with `{expert}` for the number of any expert."""
+    def _spaceless(self) -> list[str]:
+        """Return what else blocks hold of two axes or more, with `{expert}` for the number of any expert.
+
+        A linear module of a space is one where blocks have it without the space: each of two attentions has queries.
+        """
         found: dict[str, None] = {}
         for run in self._kinds:
             prefix = self.prefix.format(block=run.path.rpartition(".")[2])
-            for name, shape in self.names.shapes.items():
-                if name.startswith(prefix) and len(shape) >= 2:
-                    module = name.removeprefix(prefix).removesuffix(".weight")
-                    generic = re.sub(r"\.\d+\.", ".{expert}.", module)
-                    if not {module, generic, f"{module}.{{expert}}"} & named:
-                        found[generic] = None
+            matrices = [name for name, shape in self.names.shapes.items() if len(shape) >= 2]
+            modules = [
+                name.removeprefix(prefix).removesuffix(".weight") for name in matrices if name.startswith(prefix)
+            ]
+            names = {module: re.sub(r"\.\d+\.", ".{expert}.", module) for module in modules}
+            held = {each for names_of_one in names.items() for each in names_of_one}
+            held |= {f"{module}.{{expert}}" for module in modules}
+            whole = [space for space in self.spaces.values() if held >= modules_of([space])]
+            named = modules_of(whole)
+            for module, generic in names.items():
+                if not {module, generic, f"{module}.{{expert}}"} & named:
+                    found[generic] = None
         return list(found)
 
     # ---- attention -----------------------------------------------------------------------------------------------
@@ -408,12 +428,12 @@ class Describer:
             return self._unknown_attention(traces)
         self.add_dimension("query_heads", self.twin.sizes.heads, [heads])
         attention: dict[str, Any] = {}
-        chosen = ""
+        chosen: Trace | None = None
         reasons: dict[str, str] = {}
         for run, trace in ways.values():
             own, why = self._heads(run, trace, heads)
             if why is None or not attention:
-                attention, chosen = own, trace.consumer
+                attention, chosen = own, trace
             if why is not None:
                 reasons[trace.consumer] = why
             elif "heads" in self.spaces:
@@ -421,7 +441,7 @@ class Describer:
         if "heads" not in self.spaces:
             self.whole |= dict.fromkeys(("queries", "heads"), next(iter(reasons.values())))
         for run, trace in found.values():
-            if trace.consumer != chosen:
+            if trace is not chosen:
                 why = self._add_cross_heads(run, trace) if trace.elsewhere else self._add_linear_heads(run, trace)
                 if why is not None:
                     self.whole[trace.consumer] = reasons.get(trace.consumer, why)
@@ -710,23 +730,32 @@ class Describer:
         for name, depends in trace.tables.items():
             if not self._has_parts(depends, unit, count):
                 continue
-            # A convolution of every channel by itself has a row of its weight for each, and a state space of its decay.
-            front = depends.dim() == 3 or (depends.dim() in (4, 5) and depends.shape[2] == 1)
-            owner = (
-                lines_of_units(depends.flatten(2).any(2) if front else depends, unit)
-                if front or depends.dim() == 2
-                else None
-            )
-            if depends.dim() == 3 and (owner is None or not bool((owner >= 0).any())):
-                front, owner = False, lines_of_units(depends.any(1), unit)  # a column for each head
-            stored = self.names.shapes[self.names.saved_as(f"{run.path}.{name}")]
-            if stored != run.block.get_parameter(name).shape:  # files have it in parts
+            axis, owner = self._axis(depends, unit)
+            stored = [each for each in self.names.shapes if f"{run.path}.{name}" in self.names.parameters(each)]
+            rows = [self.names.shapes[each][0] for each in stored if self.names.shapes[each]]
+            shape = run.block.get_parameter(name).shape
+            in_parts = axis == 0 and len(stored) > 1 and rows == [shape[0] // len(stored)] * len(stored)
+            if owner is None or not (in_parts or self.names.shapes[stored[0]] == shape):
                 return None
-            found = None if owner is None else find_incidences(self.on_disk(run, name, ""), owner, count, named)
-            if found is None:
-                return None
-            tables += [each | ({"front": True} if front else {}) for each in found]
+            prefix = self.prefix.format(block=run.path.rpartition(".")[2])
+            for disk, part in zip(stored, owner.chunk(len(stored)), strict=True):
+                found = find_incidences(disk.removeprefix(prefix), part, count, named)
+                if found is None:
+                    return None
+                tables += [each | ({"axis": axis} if axis < len(shape) - 1 else {}) for each in found]
         return tables
+
+    @staticmethod
+    def _axis(depends: torch.Tensor, unit: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+        """Return the first axis of a tensor that units lie on, and the unit of each of its lines; None if on none.
+
+        A convolution of every channel by itself has a row of its weight for each, and a state space of its decay.
+        """
+        for axis in range(depends.dim() - 1):
+            owner = lines_of_units(depends.unsqueeze(-1).movedim(1 + axis, 1).flatten(2).any(2), unit)
+            if owner is not None and bool((owner >= 0).any()):
+                return axis, owner
+        return 0, None
 
     def _has_parts(self, depends: torch.Tensor, unit: torch.Tensor, count: int) -> bool:
         """Return whether units read parts of a tensor, and not each of them all of it."""

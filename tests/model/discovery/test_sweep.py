@@ -136,6 +136,8 @@ def test_blocks_that_only_their_model_can_run_are_refused():
     [
         ("qwen3_next", {"queries", "heads", "linear_heads", "mlp", "shared", "experts"}, set()),
         ("nemotron_h", {"queries", "heads", "mlp", "dense", "shared", "experts"}, {"mixer.out_proj"}),
+        ("kimi_linear", {"heads", "linear_heads", "mlp", "dense", "shared", "experts"}, set()),
+        ("bailing_hybrid", {"heads", "linear_heads", "mlp", "dense", "shared", "experts"}, set()),
     ],
 )
 def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
