@@ -704,23 +704,18 @@ class Describer:
                 owners |= zip(modules, torch.split(owner, [*parts.values()]), strict=True)
                 continue
             before, rows = self._rows_on_disk(parameter, len(owner))
-            if not rows:
-                return None
             place = owners.setdefault(self.on_disk(run, path), torch.full((rows,), -1))
             place[before : before + len(owner)] = owner
         found = [find_incidences(module, owner, count, named) for module, owner in owners.items()]
         return None if None in found else [incidence for each in found for incidence in each or []]
 
     def _rows_on_disk(self, parameter: str, count: int) -> tuple[int, int]:
-        """Return the first of a parameter's rows in the tensor that files have for it, and how many that has.
-
-        None are counted where parts differ in rows: those of a pruned one are not told apart.
-        """
+        """Return the first of a parameter's rows in the tensor that files have for it, and how many that has."""
         parts = self.names.parameters(self.names.saved_as(parameter))
         if len(parts) == 1:
             return 0, count
         sizes = [len(self.names.model.get_parameter(part)) for part in parts]
-        return sum(sizes[: parts.index(parameter)]), sum(sizes) if len(set(sizes)) == 1 else 0
+        return sum(sizes[: parts.index(parameter)]), sum(sizes)
 
     def _tables(
         self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, named: Mapping[str, int]
@@ -731,14 +726,13 @@ class Describer:
             if not self._has_parts(depends, unit, count):
                 continue
             axis, owner = self._axis(depends, unit)
-            stored = [each for each in self.names.shapes if f"{run.path}.{name}" in self.names.parameters(each)]
-            rows = [self.names.shapes[each][0] for each in stored if self.names.shapes[each]]
-            shape = run.block.get_parameter(name).shape
-            in_parts = axis == 0 and len(stored) > 1 and rows == [shape[0] // len(stored)] * len(stored)
-            if owner is None or not (in_parts or self.names.shapes[stored[0]] == shape):
+            shape, saved = run.block.get_parameter(name).shape, self.names.saved_as(f"{run.path}.{name}")
+            parts = self.names.parts(f"{run.path}.{name}") if axis == 0 else {}
+            if owner is None or not (parts or self.names.shapes[saved] == shape):
                 return None
             prefix = self.prefix.format(block=run.path.rpartition(".")[2])
-            for disk, part in zip(stored, owner.chunk(len(stored)), strict=True):
+            of_files = torch.split(owner, [*parts.values()]) if parts else [owner]
+            for disk, part in zip(parts or [saved], of_files, strict=True):
                 found = find_incidences(disk.removeprefix(prefix), part, count, named)
                 if found is None:
                     return None
