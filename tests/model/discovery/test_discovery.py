@@ -90,7 +90,7 @@ def test_channels_of_a_state_space_lie_on_all_that_it_reads_and_keeps_of_each():
     mlp = discover(config("falcon_mamba", "FalconMambaForCausalLM")).description["spaces"]["mlp"]
     assert mlp["rows"] == [{"module": "mixer.in_proj", "copies": 2}]
     front, last = ("A_log", "conv1d.weight", "dt_proj.weight"), ("D", "conv1d.bias", "dt_proj.bias", "x_proj.weight")
-    tables = {each["module"]: each.get("front", False) for each in map(_incidence, mlp["tables"])}
+    tables = {each["module"]: each.get("axis") == 0 for each in map(_incidence, mlp["tables"])}
     assert tables == {f"mixer.{name}": name in front for name in (*front, *last)}
 
 
