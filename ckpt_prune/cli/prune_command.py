@@ -72,7 +72,7 @@ def _print_new(pruned: "Pruned", before: "Pruned | None") -> None:
 
 def _print_done(pruned: "Pruned") -> None:
     from ckpt_prune.runner.messages import kept_line, messages
-    from ckpt_prune.runner.sections import cost_table, latency_sentences
+    from ckpt_prune.runner.sections import cost_table, file_sentences, latency_sentences
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.folders import stage_sections
 
@@ -81,10 +81,10 @@ def _print_done(pruned: "Pruned") -> None:
         for message in messages(settled):
             if message not in report.warnings:  # which stand with the errors
                 click.echo(message)
-        click.echo(print_table(cost_table(report.before, report.after)))
+        click.echo(print_table(cost_table(report.before, report.after, report.file)))
         if (kept := kept_line(settled)) is not None:
             click.echo(kept)
-        for line in (*section_lines(stage_sections(report)), *latency_sentences(report)):
+        for line in (*section_lines(stage_sections(report)), *latency_sentences(report), *file_sentences(report)):
             click.echo(line)
         for warning in report.warnings:
             click.echo(f"warning: {warning}")

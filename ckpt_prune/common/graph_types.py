@@ -19,8 +19,8 @@ GGUF_ROWS = dict.fromkeys(get_args(MixedGgufType), 256) | dict.fromkeys(
     ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "iq4_nl"), 32
 )
 """GGUF type → what rows are a multiple of, so that no matrix gets another type."""
-GGUF_FILES: dict[str, str] = {kind: f"model-{kind}.gguf" for kind in get_args(GgufType)}
-"""GGUF type → name of the file that a recipe ends in, in its output."""
+GGUF_FILES: dict[str, str] = {kind: f"model-{kind}.gguf" for own in get_args(GgufType) for kind in (own, f"{own}-mix")}
+"""GGUF type, or one with types of single matrices beside it → name of the file that a recipe ends in, in its output."""
 GGUF_BITS = dict.fromkeys(get_args(GgufType), 8) | {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9, "mxfp4": 9}
 """GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
 PlainTensorType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
@@ -51,6 +51,10 @@ class OtherTypes:
         words = ["--embedding-type", self.embedding] if self.embedding else []
         words += ["--output-type", self.output] if self.output else []
         return words + [word for pair in self.matrices.items() for word in ("--tensor-type", "=".join(pair))]
+
+    def name_file(self, kind: str) -> str:
+        """Return a file's type as its name has it: q8_0-mix if some matrix is asked to be of another type."""
+        return f"{kind}-mix" if {self.embedding, self.output, *self.matrices.values()} - {None, kind} else kind
 
 
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]

@@ -164,6 +164,20 @@ class Loss(FixedRecord):
     file: str | None = None
 
 
+class FileSize(FixedRecord):
+    """Bytes of the GGUF file of an output, where a size of it was asked for.
+
+    Attributes:
+        name: of the file.
+        before: bytes of the file of the dense model, in its own type.
+        after: of the file.
+    """
+
+    name: str
+    before: Count
+    after: Count
+
+
 class BlockTime(FixedRecord):
     """Seconds of one block: of all, and of each `common.phases.Phase`; the rest is reading and writing."""
 
@@ -216,7 +230,8 @@ class CommonReport(FixedRecord):
         job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
 
-    optional = frozenset({"origin", "ignored", "part", "others", "whole", "changes", "latency", "loss", "warnings"})
+    optional = frozenset({"origin", "ignored", "part", "others", "whole", "changes"})
+    optional |= {"file", "latency", "loss", "warnings"}
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -237,6 +252,7 @@ class CommonReport(FixedRecord):
     container: StoredAs
     before: Cost
     after: Cost
+    file: FileSize | None = None
     latency: Latency | None = None
     loss: Loss | None = None
     warnings: list[str] = Field(default_factory=list)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY, is_packed, weight_settings
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.graph_types import GGUF_FILES, GGUF_ROWS, GRAPH_FILES, GraphType
+from ckpt_prune.common.graph_types import GGUF_FILES, GGUF_ROWS, GRAPH_FILES, GraphType, OtherTypes
 from ckpt_prune.common.similar_names import did_you_mean
 
 Change = Literal[
@@ -358,15 +358,17 @@ def types_exported(config: Mapping[str, Any], export: Mapping[str, Any] | None) 
     types = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if export.get("format") != "gguf":
         return types or ("fp32",)
+    others = OtherTypes(export.get("embedding_type"), export.get("output_type"), export.get("types") or {})
     # Without a type a file has that of the weights (gguf.types.default_type).
     if (
         not types
         and is_packed(config)
         and all(each.get("num_bits") == 4 for each in weight_settings(config[QUANTISATION_KEY]))
     ):
-        return ("q4_0",)
+        return (others.name_file("q4_0"),)
     stored = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-    return types or tuple(stored[dtype] for dtype in [config.get("dtype")] if dtype in stored)
+    types = types or tuple(stored[dtype] for dtype in [config.get("dtype")] if dtype in stored)
+    return tuple(map(others.name_file, types))
 
 
 def places(

@@ -13,17 +13,18 @@ from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.job.job import Job
-from ckpt_prune.job.report import Loss
+from ckpt_prune.job.report import FileSize, Loss
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.recipe.sizes import parse_size
-from ckpt_prune.runner.publish import note_loss
+from ckpt_prune.runner.publish import note_loss, replace_record
 from ckpt_prune.runner.quality import count_samples
 from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.records import unpack_rows
 
@@ -121,5 +122,19 @@ def measure_file(file: Path, job: Job, options: PruneOptions) -> "Result":
     words = f"{held_out.words}, of {file.name} ({decimal_bytes(score.bytes)}) in {RUNTIME}"
     loss = judge(Loss(of=of, **figures, data=words, against=dense.checkpoint.name, file=file.name))
     note_loss(file.parent, loss)
-    beside = f"the weights in safetensors beside it are those before rounding: {RUNTIME} does without them"
-    return PlainResult(loss.model_dump(), [*lines_of(loss), beside])
+    return PlainResult(loss.model_dump(), lines_of(loss))
+
+
+def note_file(file: Path, job: Job, report: Report) -> Report:
+    """Note the bytes of the file of an output, beside those of MODEL's file in its own type, in record and card."""
+    from ckpt_prune.gguf.file_plan import FilePlanner
+    from ckpt_prune.gguf.types import default_type
+    from ckpt_prune.runner.file_budgets import as_in_file
+
+    dense = as_in_file(job.source or job.model)
+    before = FilePlanner(dense).plan(default_type(dense.checkpoint)).bytes
+    size = FileSize(name=file.name, before=before, after=file.stat().st_size)
+    noted = report.model_copy(update={"file": size})
+    if report.file != size:
+        replace_record(file.parent, noted)
+    return noted

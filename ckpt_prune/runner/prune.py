@@ -24,7 +24,7 @@ from ckpt_prune.recipe.sizes import small_share_line
 from ckpt_prune.runner.checks import check_pairs, check_training
 from ckpt_prune.runner.estimate import Estimate, estimate_prune
 from ckpt_prune.runner.fewer_bits import fewer_bits_line
-from ckpt_prune.runner.file_target import choose_for_file, is_for_file, measure_file
+from ckpt_prune.runner.file_target import choose_for_file, is_for_file, measure_file, note_file
 from ckpt_prune.runner.follow import afterwork_of
 from ckpt_prune.runner.latency import time_output, with_latencies
 from ckpt_prune.runner.messages import extreme_line, messages, unmeasured_lines
@@ -236,6 +236,9 @@ def prune_model(
             afterwork=afterwork,
         )
     report = time_output(result.report, job, out, say)
+    made = next((each.result for each in result.followed if each.result is not None), None)
+    if of_file and made is not None and made.passed:
+        report = process_group().alone(lambda: note_file(made.path, job, report))
     pruned = Pruned(out, None if result.finished else result.prepared, report, dense=dense)
     pruned = _add_exported(pruned, result, say, notify)
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from ckpt_prune.common.formatting import format_share, human_bytes, human_count, plural
 from ckpt_prune.job.latency import TRUSTED
-from ckpt_prune.job.report import UNKNOWN, BlockTime, PhaseRecord
+from ckpt_prune.job.report import UNKNOWN, BlockTime, FileSize, PhaseRecord
 from ckpt_prune.model.cost_record import Cost, WholeSize
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.recipe.sizes import TargetSize
@@ -90,8 +90,8 @@ def _beside_shipped(report: Report) -> str:
 def size_section(report: Report) -> Section:
     """Say what was gained, and what was lost if that was measured: of the whole, if several parts were pruned."""
     sizes = report.whole or report
-    table, loss = cost_table(sizes.before, sizes.after), report.loss
-    rows, sentences, explanations = [*table.rows], latency_sentences(report), []
+    table, loss = cost_table(sizes.before, sizes.after, report.file), report.loss
+    rows, sentences, explanations = [*table.rows], [*latency_sentences(report), *file_sentences(report)], []
     parts = [report] if report.whole is None else [report, *map(Report.read, report.others)]
     if zeros := sum(count(part) for part in parts for count in find_functions("count_zeros", "show")):
         old, new = sizes.before.parameters, sizes.after.parameters - zeros
@@ -116,19 +116,34 @@ def size_section(report: Report) -> Section:
     return Section(title, sentences, explanations, tables=[Table(table.columns, rows, bars=True)])
 
 
-def cost_table(before: Cost | WholeSize, after: Cost | WholeSize) -> Table:
-    """Make the table of parameters, bytes and FLOPs; and of what a token takes in the cache, if that changes."""
+def cost_table(before: Cost | WholeSize, after: Cost | WholeSize, file: FileSize | None = None) -> Table:
+    """Make the table of parameters, bytes and FLOPs; and of what a token takes in the cache, if that changes.
+
+    The bytes of a file, if a size of that was asked for, stand first.
+    """
     flops = "FLOPs" if before.tokens is None else f"FLOPs / {before.tokens} tokens"
     costs = [
         ("parameters", human_count, before.parameters, after.parameters),
-        ("bytes", human_bytes, before.bytes, after.bytes),
+        ("bytes" if file is None else "bytes of safetensors", human_bytes, before.bytes, after.bytes),
     ]
+    if file is not None:
+        costs.insert(0, (f"bytes of {file.name}", human_bytes, file.before, file.after))
     if before.flops is not None and after.flops is not None:
         costs.append((flops, human_count, before.flops, after.flops))
     if before.cache and after.cache is not None and after.cache != before.cache:
         costs.append(("KV cache / token", human_bytes, before.cache, after.cache))
     rows = [[name, show(old), show(new), f"{new / old:.1%}"] for name, show, old, new in costs]
     return Table(["", "before", "after", "share"], rows)
+
+
+def file_sentences(report: Report) -> list[str]:
+    """Say what the weights beside a file are for, if a size of that was asked for."""
+    if report.file is None:
+        return []
+    return [
+        f"{report.file.name} is all that llama.cpp reads; before: MODEL's file in its own type. The safetensors beside "
+        "it are its weights before rounding, for transformers and other exports: llama.cpp does without them."
+    ]
 
 
 def latency_sentences(report: Report) -> list[str]:

@@ -175,4 +175,4 @@ def test_a_file_by_feedback_that_fails_names_the_command_that_makes_it(tmp_path,
     assert code != 0
     data = f"--text {text} --samples 4 --window 48 --seed 0"
     kept = f"ckpt-prune quantize {out} --format gguf --type q4_0 --tensor-type ffn_up=q8_0 {data} -o "
-    assert f"{kept}{out / 'model-q4_0.gguf'}" in output
+    assert f"{kept}{out / 'model-q4_0-mix.gguf'}" in output

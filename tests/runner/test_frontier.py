@@ -13,11 +13,14 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.folder_kinds import FRONTIER
-from ckpt_prune.common.formatting import decimal_bytes
+from ckpt_prune.common.formatting import decimal_bytes, human_bytes
 from ckpt_prune.gguf.choosing import TypeBudget
+from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.timing import FileTimes
+from ckpt_prune.gguf.types import default_type
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
@@ -293,7 +296,7 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
     code, output = run(*shlex.split(found["commands"][0])[1:])
     assert code == 0, output
     name = found["candidates"][0]["types"]["file"]
-    assert (place / "pruned" / "pruned" / f"model-{name}.gguf").read_bytes() == (
+    assert (place / "pruned" / "pruned" / f"model-{name}-mix.gguf").read_bytes() == (
         place / "pruned" / "model.gguf"
     ).read_bytes()
 
@@ -316,6 +319,13 @@ def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(request, which, si
     assert 0.97 * limit < file.stat().st_size <= limit
     report = json.loads((out / "ckpt_prune.json").read_text())
     assert {len(site["kept"]) for site in report["sites"]} <= widths
+    own = FilePlanner(open_model(str(place / "model"))).plan(default_type(Checkpoint.open(place / "model"))).bytes
+    assert report["file"] == {"name": file.name, "before": own, "after": file.stat().st_size}
+    sizes = [human_bytes(own), human_bytes(file.stat().st_size), f"{file.stat().st_size / own:.1%}"]
+    assert f"| bytes of {file.name} | {' | '.join(sizes)} |" in (out / "README.md").read_text()
+    assert f"bytes of {file.name} {' '.join(sizes)}\n" in re.sub(" +", " ", output)
+    assert "The safetensors beside it are its weights before rounding, " in output
+    assert file.name.endswith("-mix.gguf")
     if len(widths) == 1:
         before, after = (load_file(each / "model.safetensors") for each in (place / "model", out))
         assert before.keys() == after.keys()

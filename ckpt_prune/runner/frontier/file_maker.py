@@ -214,7 +214,8 @@ def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker
             ["calibrate", model, *trust, *data, "--collect", "moments,linears", "-o", "statistics"],
             [*export, "--statistics", "statistics", "-o", MADE_FILE],
         ]
-    moved = [f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {MADE_FILE}"] if candidate.prunes else []
+    made = GGUF_FILES[candidate.others.name_file(candidate.chosen)]
+    moved = [f"mv {PRUNED}/{made} {MADE_FILE}"] if candidate.prunes else []
     return [*(shlex.join(["ckpt-prune", *words]) for words in found), *moved]
 
 

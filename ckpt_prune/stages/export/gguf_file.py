@@ -77,19 +77,24 @@ class GgufExport:
         proving = ProofOptions(text=job.proving.text, data=job.proving.data, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 
+    @property
+    def file(self) -> str:
+        """The name that the file has in an output."""
+        return GGUF_FILES[self.recipe.other_types.name_file(self.kind)]
+
     def bytes(self, parameters: int) -> int:
         others = self.recipe.other_types
         named = [self.kind, others.embedding, others.output, *others.matrices.values()]
         return int(parameters * max(GGUF_BITS.get(each, 8) for each in named if each is not None) // 8)
 
     def is_done(self, output: Path) -> bool:
-        return (output / GGUF_FILES[self.kind]).is_file()
+        return (output / self.file).is_file()
 
     def run(self, output: Path) -> ExportedGguf:
         """Write the file of an output beside its weights."""
         return export_gguf(
             str(output),
-            output / GGUF_FILES[self.kind],
+            output / self.file,
             self.proving,
             kind=self.kind,
             others=self.recipe.other_types,
@@ -103,7 +108,7 @@ class GgufExport:
         )
 
     def command(self, output: Path) -> str:
-        file, types = str(output / GGUF_FILES[self.kind]), self.recipe.other_types.options
+        file, types = str(output / self.file), self.recipe.other_types.options
         if self.recipe.rounding == "nearest" or self.live is None:
             words = ["export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", file, *types]
             return shlex.join(["ckpt-prune", *words])
