@@ -835,6 +835,8 @@ def _check_attention(source: GgufSource, architecture: Architecture) -> None:
     """Refuse heads of other shapes or numbers, and attention in other blocks, than the architecture has."""
     source.check_heads()
     hidden, attending = int(source.value("hidden_size")), [shape for shape in source.shapes if shape.heads]
+    if architecture.latent == "apart" and len({shape.heads for shape in source.shapes}) > 1:
+        raise CannotMapError("all its blocks have equally many heads of latent attention, and here they differ")
     if architecture.whole == "kv_heads" and any(
         each * source.head_dim != hidden for shape in attending for each in shape[:2]
     ):

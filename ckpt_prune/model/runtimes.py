@@ -187,7 +187,8 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "llama.cpp": Runtime(
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
-        changes=_ALL - {"low rank", "qk", "rotary", "values", "slicing", "rotations"}, families=_LLAMA_CPP,
+        changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention", "cache"},
+        families=_LLAMA_CPP,
         encoders=_LLAMA_CPP_ENCODERS, embeds="llama-embedding -m OUT.gguf",
         rewrites="llama-completion -m OUT.gguf -p TEXT",
         families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True,

@@ -22,12 +22,15 @@ _FEW = "fewer bits lose less than pruning at every size that they reach"
 _FOR = "pruning is for latency, for memory where a runtime takes float types alone, and for sizes below those of 4 bits"
 
 
-def fewer_bits_line(prepared: Prepared) -> str | None:
+def fewer_bits_line(prepared: Prepared, *, is_planned: bool = False) -> str | None:
     """Name the command that makes a model no larger than this one and loses less.
 
     None if there is none: the output is smaller than 4 bits make it, is rounded itself, was made for its latency or
     FLOPs, is masked, is a part of a model, or will be rounded by a budget, which has chosen to prune it first. Nor of a
     model that has few bits, nor of a mixture for runtimes of checkpoints, whose experts `quantize` does not round.
+
+    Args:
+        is_planned: of a dry run, which reads no tokenizer: the size of a GGUF file is then about that of its weights.
     """
     recipe, checkpoint, size = prepared.whole.recipe, prepared.job.model.checkpoint, asked_size_of(prepared)
     export = recipe.get(Export)
@@ -50,7 +53,7 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     if bits is None or after >= before.bytes:
         return None
     model = shlex.quote(checkpoint.name if "/" in checkpoint.name else str(checkpoint.path))
-    command, file = _command(prepared, eight=bits == _EIGHT)
+    command, file = _command(prepared, eight=bits == _EIGHT, is_planned=is_planned)
     reached = after if _is_checkpoint(prepared) and bits == _FOUR else sizes[bits]
     tokenizer = sum(path.stat().st_size for path in reader_files(checkpoint).values())
     sides = human_bytes(reached + tokenizer if file is None else file), human_bytes(after + tokenizer)
@@ -66,10 +69,20 @@ def _is_checkpoint(prepared: Prepared) -> bool:
     return prepared.job.model.family.causal and bool(_runtimes(prepared) & {"vllm", "transformers"})
 
 
+def _has_file(model: Model, kind: GgufType) -> bool:
+    """Return whether llama.cpp computes a model, which the package gguf tells."""
+    from ckpt_prune.gguf.contents import CannotMapError
+    from ckpt_prune.gguf.layout import lay_out
+
+    try:
+        lay_out(model, kind)
+    except CannotMapError:
+        return False
+    return True
+
+
 def _count_file(model: Model, kind: GgufType) -> int | None:
     """Return the bytes of a model's file; None if llama.cpp does not compute it, or has no such tokenizer."""
-    if find_spec("gguf") is None:
-        return None
     from ckpt_prune.gguf.file_plan import FilePlanner
 
     try:
@@ -78,15 +91,15 @@ def _count_file(model: Model, kind: GgufType) -> int | None:
         return None
 
 
-def _command(prepared: Prepared, *, eight: bool) -> tuple[str, int | None]:
-    """Return a command, and the bytes of the GGUF file that it writes, if it writes one."""
+def _command(prepared: Prepared, *, eight: bool, is_planned: bool) -> tuple[str, int | None]:
+    """Return a command, and the bytes of the GGUF file that it writes, if it writes one and they are counted."""
     family, runs_on = prepared.job.model.family, _runtimes(prepared)
     if _is_checkpoint(prepared):
         few = "int8" if eight else f"int4 --target-bytes {prepared.output.cost.bytes} --text FILE"
         return f"ckpt-prune quantize {{model}} --format {few} -o OUT", None
     kind: GgufType = "q8_0" if eight else "q4_k_m"
-    if (family.causal or "llama.cpp" in runs_on) and not runs_on & _GRAPHS:
-        size = _count_file(prepared.job.model, kind)
-        if size is not None:
+    if find_spec("gguf") and (family.causal or "llama.cpp" in runs_on) and not runs_on & _GRAPHS:
+        size = None if is_planned else _count_file(prepared.job.model, kind)
+        if size is not None or (is_planned and _has_file(prepared.job.model, kind)):
             return f"ckpt-prune export {{model}} --format gguf --dtype {kind} -o OUT.gguf", size
     return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT", None

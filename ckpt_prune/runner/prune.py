@@ -106,7 +106,7 @@ class Pruned:
     @property
     def fewer_bits(self) -> str | None:
         """A line with the command that makes a model no larger by fewer bits, which loses less; None without one."""
-        return None if self.settled is None else fewer_bits_line(self.settled)
+        return None if self.settled is None else fewer_bits_line(self.settled, is_planned=self.report is None)
 
     def data(self) -> dict[str, Any]:
         if self.report is None:

@@ -130,8 +130,11 @@ def test_set_changes_the_recipe(place):
 def test_dry_run_writes_nothing(place):
     before = listing()
     output = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
+    instead = FEWER_BITS.replace(
+        "--dtype int8 -o OUT", "--format gguf --dtype q8_0 -o OUT.gguf"
+    )  # no tokenizer is read
     assert output == (
-        f"{COSTS}{FEWER_BITS}it takes about 1 s, 1.24 GB of memory and 13.1 KB of disk, where nothing else runs on "
+        f"{COSTS}{instead}it takes about 1 s, 1.24 GB of memory and 13.1 KB of disk, where nothing else runs on "
         "this machine\n"
         "everything checked, nothing written\n"
     )

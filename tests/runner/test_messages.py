@@ -28,6 +28,7 @@ def settle(losses: Losses | None, *, by_default: bool = True, recipe: Recipe = D
     )
 
 
+@pytest.mark.usefixtures("any_tokenizer")
 @pytest.mark.parametrize(
     ("losses", "loss_text"),
     [

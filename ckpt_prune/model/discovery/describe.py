@@ -704,18 +704,23 @@ class Describer:
                 owners |= zip(modules, torch.split(owner, [*parts.values()]), strict=True)
                 continue
             before, rows = self._rows_on_disk(parameter, len(owner))
+            if not rows:
+                return None
             place = owners.setdefault(self.on_disk(run, path), torch.full((rows,), -1))
             place[before : before + len(owner)] = owner
         found = [find_incidences(module, owner, count, named) for module, owner in owners.items()]
         return None if None in found else [incidence for each in found for incidence in each or []]
 
     def _rows_on_disk(self, parameter: str, count: int) -> tuple[int, int]:
-        """Return the first of a parameter's rows in the tensor that files have for it, and how many that has."""
+        """Return the first of a parameter's rows in the tensor that files have for it, and how many that has.
+
+        None are counted where parts differ in rows: in a pruned tensor no one knows where one part ends.
+        """
         parts = self.names.parameters(self.names.saved_as(parameter))
         if len(parts) == 1:
             return 0, count
         sizes = [len(self.names.model.get_parameter(part)) for part in parts]
-        return sum(sizes[: parts.index(parameter)]), sum(sizes)
+        return sum(sizes[: parts.index(parameter)]), sum(sizes) if len(set(sizes)) == 1 else 0
 
     def _tables(
         self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, named: Mapping[str, int]
