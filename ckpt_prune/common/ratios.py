@@ -21,12 +21,18 @@ def suggest_percentage(ratio: float) -> str:
     return f": did you mean {ratio:g}% or {ratio / 100:g}?" if 2 <= ratio < 100 else ""
 
 
+def refuse_ratio(written: str, ratio: float) -> UserError:
+    """Return the error for a ratio that is out of range, as it was written."""
+    meant = suggest_percentage(ratio)
+    return UserError(f"--ratio {written}: a ratio is from 0 to below 1, or a percentage such as 20%{meant}")
+
+
 def check_ratio(value: Any) -> Any:
     """Read a number or a percentage as a ratio in [0, 1); leave anything else to the check of types."""
     ratio = parse_ratio(value)
     # `not` catches NaN as well.
     if isinstance(ratio, int | float) and not 0 <= ratio < 1:
-        raise UserError(f"--ratio {ratio:g}: a ratio is in [0, 1){suggest_percentage(ratio)}")
+        raise refuse_ratio(f"{ratio:g}", ratio)
     return ratio
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ckpt_prune.common.fields import OneOf, Strict
 from ckpt_prune.common.ratios import Ratio
@@ -138,6 +138,13 @@ class SpaceRecipe(Strict):
         """Take any score where no unit goes."""
         stays_whole = isinstance(values, dict) and values.get("ratio") == 0 and "score" not in values
         return {**values, "score": "magnitude"} if stays_whole else values
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _for_each_block(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise ValueError(f"a list has a number for each block, such as [{value}, {value}]")
+        return value
 
     score: ScoreName = Field(
         description="How units are ranked: those with the highest score stay. auto: of "

@@ -7,7 +7,7 @@ from ckpt_prune.checkpoint.folder_kinds import CONVERSION_KIND, EXPORT_KIND, FRO
 from ckpt_prune.checkpoint.model_folder import check_output_folder, fetch_config, holds_graphs, refuse_adapter
 from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_inside, refuse_overlap
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
+from ckpt_prune.common.ratios import parse_ratio, refuse_ratio
 from ckpt_prune.common.similar_names import ask_for_sibling
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
@@ -255,7 +255,7 @@ def asked_ratios(text: str | None) -> list[float]:
         except ValueError:
             raise UserError(f"--ratio {part}: expected numbers, for example 0.1,0.2,0.3") from None
         if not 0 <= value < 1:
-            raise UserError(f"--ratio {part}: a ratio is in [0, 1){suggest_percentage(value)}")
+            raise refuse_ratio(part, value)
         ratios.append(value)
     return ratios
 

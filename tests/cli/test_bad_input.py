@@ -125,7 +125,7 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
     (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
     (
         ["prune", "dense", "--ratio", "20", "-o", "out"],
-        "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?",
+        "--ratio 20: a ratio is from 0 to below 1, or a percentage such as 20%: did you mean 20% or 0.2?",
     ),
     (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it, or give another -o"),
     (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),

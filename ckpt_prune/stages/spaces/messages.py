@@ -176,7 +176,8 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         if mismatch is None:
             continue
         blocks = "each block" if max(counts) == units else "the narrowest block"
-        in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
+        asks = ", as its class asks" if multiple == model.stock_step(space) else ""
+        in_steps = f" in multiples of {multiple}{asks}" if multiple > 1 else ""
         alternative = "no more can go"
         if mismatch.other is not None:
             alternative = f"a ratio of {mismatch.ratio:g} drops {mismatch.other or 'none'}"
