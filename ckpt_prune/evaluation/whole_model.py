@@ -191,7 +191,7 @@ def load_reported(
         unexpected=tuple(sorted(name for name in info["unexpected_keys"] if not is_stored_buffer(name))),
         mismatched=tuple(sorted(mismatched)),
     )
-    _run_odd_experts_eagerly(model)
+    _run_experts(model)
     return model.eval(), report
 
 
@@ -212,8 +212,16 @@ def _ask_for_trust(error: UserError) -> UserError:
     return UserError(f"{error}; where you have read and trust it, say --trust-remote-code")
 
 
-def _run_odd_experts_eagerly(model: nn.Module) -> None:
-    """Let experts run one by one if torch's grouped products do not take their width (`GROUPED`)."""
+def _run_experts(model: Any) -> None:
+    """Let experts run one by one if torch's grouped products do not take their width (`GROUPED`), else by these.
+
+    transformers looks for experts in the source of a class's module, and code of an output's own has none there.
+    """
+    stock: Any = next((each for each in type(model).__mro__ if each.__module__.startswith("transformers.")), None)
+    if type(model).__name__.startswith(REMOTE_PREFIX):
+        type(model)._can_set_experts_implementation = stock._can_set_experts_implementation
+        for each in (model, model.base_model):  # blocks read the latter's
+            each.config._experts_implementation = model.get_correct_experts_implementation(None)
     module: Any
     for module in model.modules():
         down = getattr(module, "down_proj", None)

@@ -295,7 +295,7 @@ class Names:
     def parts(self, parameter: str) -> dict[str, int]:
         """Return the tensors on disk whose rows, one behind the other, make up a parameter → how many rows each has.
 
-        None if one tensor holds it all, or stacks of experts make it up.
+        Empty if one tensor holds it all, or stacks of experts make it up.
         """
         first = self.saved_as(parameter)
         if not self.is_part(first) or len(self.shapes[first]) < self._parameters[parameter].dim():

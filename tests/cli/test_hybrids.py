@@ -198,3 +198,11 @@ def test_a_class_that_derives_its_widths_is_not_said_to_be_untied(place: Path) -
     )
     ok("prune", "hybrid", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out", "--container", "any")
     assert read_json("out/config.json")["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("hybrid", ["glm4_moe"], indirect=True)
+def test_graphs_of_experts_in_code_of_their_own(hybrid: str) -> None:
+    """Experts run by products of all of them, as a graph needs: a loop over those that were chosen is not traced."""
+    ok("prune", "hybrid", "--recipe", "best", "--ratio", "0.3", *TEXT, "-o", "out")
+    assert json.loads(Path("out/config.json").read_text())["auto_map"]
+    assert "the graph agrees with out" in ok("export", "out", "--trust-remote-code", "-o", "graph")
