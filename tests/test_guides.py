@@ -113,7 +113,7 @@ def samples(page: Path) -> list[tuple[list[str], list[str]]]:
 
 def without_figures(line: str) -> str:
     """A line without what differs from model to model: numbers, their units and the width of columns."""
-    line = re.sub(r"\d[\d.,]*( to \d+)?([KMB]|( [KM]iB))?\b", "#", line)
+    line = re.sub(r"\d[\d.,]*( to \d+)?([KMB]|( [KM]?B))?\b", "#", line)
     return " ".join(line.split())
 
 
