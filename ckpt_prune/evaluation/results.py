@@ -178,9 +178,9 @@ class ComparisonResult(Result):
         else:
             of = "cosine of the embeddings" if isinstance(both, SentenceComparison) else "cosine of the features"
             after = both.cosine
-        data, against = self.on or both.amount(), _name(self.against)
-        loss = Loss(of=of, after=after, kl=kl, agreement=agreement, data=data, against=against)
-        return judge(loss.model_copy(update={"windows": getattr(both, "windows", None)}))
+        windows, data, against = getattr(both, "windows", None), self.on or both.amount(), _name(self.against)
+        figures: dict[str, Any] = {"after": after, "kl": kl, "agreement": agreement, "windows": windows}
+        return judge(Loss(of=of, **figures, data=data, against=against))
 
     def paragraphs(self) -> list[Table | str]:
         figures = self.comparison

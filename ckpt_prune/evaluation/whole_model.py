@@ -217,8 +217,8 @@ def _run_experts(model: Any) -> None:
 
     transformers looks for experts in the source of a class's module, and code of an output's own has none there.
     """
-    stock: Any = next((each for each in type(model).__mro__ if each.__module__.startswith("transformers.")), None)
     if type(model).__name__.startswith(REMOTE_PREFIX):
+        stock: Any = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
         type(model)._can_set_experts_implementation = stock._can_set_experts_implementation
         for each in (model, model.base_model):  # blocks read the latter's
             each.config._experts_implementation = model.get_correct_experts_implementation(None)

@@ -132,7 +132,7 @@ class FilePlanner:
         return full - bare
 
 
-def check_file(model: Model, chosen: GgufType | None = None, *, trust: bool = False) -> Layout:
+def check_file(model: Model, *, trust: bool = False) -> Layout:
     """Return the layout of the file of a model, after its tokenizer was read as the file would have it.
 
     That of fewer tokens is in llama.cpp if that of all is. Beside an adapter it is in no one folder, and not read.
@@ -143,7 +143,7 @@ def check_file(model: Model, chosen: GgufType | None = None, *, trust: bool = Fa
     Raises:
         UserError: llama.cpp has no such model or tokenizer.
     """
-    layout, checkpoint = lay_out(model, chosen), model.checkpoint
+    layout, checkpoint = lay_out(model), model.checkpoint
     rows = layout.values["vocab_size"]
     if checkpoint.rewritten:
         rows = config_of(checkpoint.path, trust=trust).get_text_config().vocab_size

@@ -24,7 +24,16 @@ from ckpt_prune.model.skeleton import (
     stock_names,
     stored_key,
 )
-from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, first_expert_spaces, product, recipe_space, spaces_among
+from ckpt_prune.model.spaces import (
+    AnySpace,
+    Axis,
+    SpaceName,
+    axis_dim,
+    first_expert_spaces,
+    product,
+    recipe_space,
+    spaces_among,
+)
 from ckpt_prune.model.width_switches import stating_config
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -89,14 +98,19 @@ def _of_one_shape(family: Family, blocks: Sequence[Shapes]) -> list[Family]:
 
     They are of different blocks: MLPs of two widths, or two ways to mix tokens.
     """
-    kinds = [spaces_among(family.spaces, {name.removesuffix(".weight") for name in shapes}) for shapes in blocks]
     pairs = [(name, space.wider_than) for name, space in family.columns.items() if space.wider_than is not None]
     for (name, space), (other, beside) in combinations(family.consumers.items(), 2):
-        if space.consumer == beside.consumer and not any({name, other} <= kind.keys() for kind in kinds):
+        ends_alike = space.consumer == beside.consumer
+        if ends_alike and not any({name, other} <= _spaces_inside(family, shapes).keys() for shapes in blocks):
             pairs.append((name, other))
     without = [set(names) for names in zip(*pairs, strict=True)] or [set[SpaceName]()]
     spaces = [{name: each for name, each in family.spaces.items() if name not in gone} for gone in without]
     return [family.model_copy(update={"spaces": own}) for own in spaces]
+
+
+def _spaces_inside(family: Family, shapes: Shapes) -> dict[SpaceName, AnySpace]:
+    """Return the spaces of a block, by the names of its tensors inside it."""
+    return spaces_among(family.spaces, {name.removesuffix(".weight") for name in shapes})
 
 
 def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
@@ -141,10 +155,8 @@ def _shapes_inside(family: Family, shapes: Shapes, parsed: Any, whole: Family) -
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     named = {f"{module}.weight" for module in family.linears}
     for block, inside in enumerate(_by_block(family, shapes, family.dimension(parsed, "layers"))):
-        of_block = spaces_among(family.spaces, {name.removesuffix(".weight") for name in inside})
-        complete = [
-            each for name, each in of_block.items() if fits(name, inside) and not family.lacks(parsed, block, each)
-        ]
+        of_block = _spaces_inside(family, inside).items()
+        complete = [each for name, each in of_block if fits(name, inside) and not family.lacks(parsed, block, each)]
         without = named - {f"{module}.weight" for space in complete for module in space.modules}
         for name, shape in inside.items():
             if name in without:

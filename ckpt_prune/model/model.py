@@ -417,7 +417,7 @@ class Model:
 
     @cached_property
     def _beginnings(self) -> tuple[re.Pattern[str], tuple[str, ...]]:
-        """What on-disk names of blocks begin with, and those of what pools behind the last block."""
+        """The pattern that names of a block's tensors begin with, and prefixes of what pools behind the last block."""
         before, after = map(re.escape, self.family.block.split("{block}"))
         behind = tuple(f"{self.tensor(self.blocks - 1, module, 'itself')}." for module in self._pooling_modules)
         return re.compile(rf"{before}(\d+){after}"), behind

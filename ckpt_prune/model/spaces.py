@@ -152,8 +152,8 @@ class Incidence(StrictModel):
 
     The axis is `after` lines of something else, then `copies` runs of units, then the rest. In a run, units follow each
     other with `lines_per_unit` neighbouring lines, `stride` lines from one unit to the next. Units may stand several
-    times: every `repeated_units` of them are repeated `repeats` times before the next come. Of a table `axis` is meant,
-    or the last.
+    times: every `repeated_units` of them are repeated `repeats` times before the next come. `axis` is that of a table,
+    by default its last.
     """
 
     module: str

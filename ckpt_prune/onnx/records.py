@@ -294,7 +294,7 @@ class Metric(BaseModel):
     into different classes which PyTorch itself has nearer than two errors that pass, so that either may come first."""
     passed: bool
     windows: int | None = None
-    """Of text that it was measured on."""
+    """How many windows of text it was measured on; None of images."""
 
     def loss(self, source: str, data: str) -> Loss:
         """Return what is lost beside a model: the other one, or the graph's own, which `source` names."""

@@ -1,6 +1,7 @@
 """Name the command that makes a model as small by fewer bits: at every size that bits reach, they lose less."""
 
 import shlex
+from contextlib import suppress
 from importlib.util import find_spec
 from math import prod
 
@@ -69,26 +70,20 @@ def _is_checkpoint(prepared: Prepared) -> bool:
     return prepared.job.model.family.causal and bool(_runtimes(prepared) & {"vllm", "transformers"})
 
 
-def _has_file(model: Model, kind: GgufType) -> bool:
-    """Return whether llama.cpp computes a model, which the package gguf tells."""
-    from ckpt_prune.gguf.contents import CannotMapError
-    from ckpt_prune.gguf.layout import lay_out
+def _count_file(model: Model, kind: GgufType, *, is_planned: bool) -> int | None:
+    """Return the bytes of a model's file; None in a dry run, which does not count them.
 
-    try:
+    Raises:
+        UserError: llama.cpp does not compute the model, or has no such tokenizer, which a dry run does not read.
+    """
+    if is_planned:
+        from ckpt_prune.gguf.layout import lay_out
+
         lay_out(model, kind)
-    except CannotMapError:
-        return False
-    return True
-
-
-def _count_file(model: Model, kind: GgufType) -> int | None:
-    """Return the bytes of a model's file; None if llama.cpp does not compute it, or has no such tokenizer."""
+        return None
     from ckpt_prune.gguf.file_plan import FilePlanner
 
-    try:
-        return FilePlanner(model).plan(kind).bytes
-    except UserError:
-        return None
+    return FilePlanner(model).plan(kind).bytes
 
 
 def _command(prepared: Prepared, *, eight: bool, is_planned: bool) -> tuple[str, int | None]:
@@ -99,7 +94,7 @@ def _command(prepared: Prepared, *, eight: bool, is_planned: bool) -> tuple[str,
         return f"ckpt-prune quantize {{model}} --format {few} -o OUT", None
     kind: GgufType = "q8_0" if eight else "q4_k_m"
     if find_spec("gguf") and (family.causal or "llama.cpp" in runs_on) and not runs_on & _GRAPHS:
-        size = None if is_planned else _count_file(prepared.job.model, kind)
-        if size is not None or (is_planned and _has_file(prepared.job.model, kind)):
+        with suppress(UserError):
+            size = _count_file(prepared.job.model, kind, is_planned=is_planned)
             return f"ckpt-prune export {{model}} --format gguf --dtype {kind} -o OUT.gguf", size
     return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT", None

@@ -120,9 +120,9 @@ def load_outside(factory: Surroundings, tensors: Iterable[str], read: ReadTensor
         if unread >= set(own):
             zero = torch.zeros((), device=factory.device, dtype=factory.dtype)
             parts = tuple(zero.expand(model.get_parameter(each).shape) for each in own)
-        elif (
-            rows := factory.names.parts(own[0]) if factory.names.is_part(name) else {}
-        ):  # Molmo 2's embedding is in two
+        elif factory.names.is_part(name) and (rows := factory.names.parts(own[0])):  # Molmo 2's embedding is in two
+            if name != next(iter(rows)):
+                continue
             parts = (torch.cat([read([each])[each] for each in rows]),)
         else:
             parts = factory.split(name, read([name])[name])

@@ -393,20 +393,17 @@ class Describer:
         A linear module of a space is one where blocks have it without the space: each of two attentions has queries.
         """
         found: dict[str, None] = {}
+        matrices = [name for name, shape in self.names.shapes.items() if len(shape) >= 2]
         for run in self._kinds:
             prefix = self.prefix.format(block=run.path.rpartition(".")[2])
-            matrices = [name for name, shape in self.names.shapes.items() if len(shape) >= 2]
             modules = [
                 name.removeprefix(prefix).removesuffix(".weight") for name in matrices if name.startswith(prefix)
             ]
-            names = {module: re.sub(r"\.\d+\.", ".{expert}.", module) for module in modules}
-            held = {each for names_of_one in names.items() for each in names_of_one}
-            held |= {f"{module}.{{expert}}" for module in modules}
-            whole = [space for space in self.spaces.values() if held >= modules_of([space])]
-            named = modules_of(whole)
-            for module, generic in names.items():
-                if not {module, generic, f"{module}.{{expert}}"} & named:
-                    found[generic] = None
+            generic = [re.sub(r"\.\d+\.", ".{expert}.", module) for module in modules]
+            named_as = [{module, each, f"{module}.{{expert}}"} for module, each in zip(modules, generic, strict=True)]
+            held = set[str]().union(*named_as)
+            named = modules_of([space for space in self.spaces.values() if held >= modules_of([space])])
+            found |= dict.fromkeys(each for each, names in zip(generic, named_as, strict=True) if not names & named)
         return list(found)
 
     # ---- attention -----------------------------------------------------------------------------------------------
@@ -698,10 +695,8 @@ class Describer:
             if bool((owner < 0).all()):  # what all units read
                 continue
             parameter = f"{run.path}.{path}.weight"
-            if parts := self.names.parts(parameter):
-                prefix = self.prefix.format(block=run.path.rpartition(".")[2])
-                modules = (name.removeprefix(prefix).removesuffix(".weight") for name in parts)
-                owners |= zip(modules, torch.split(owner, [*parts.values()]), strict=True)
+            if apart := self._apart(run, parameter, owner):
+                owners |= {name.removesuffix(".weight"): part for name, part in apart.items()}
                 continue
             before, rows = self._rows_on_disk(parameter, len(owner))
             if not rows:
@@ -722,6 +717,12 @@ class Describer:
         sizes = [len(self.names.model.get_parameter(part)) for part in parts]
         return sum(sizes[: parts.index(parameter)]), sum(sizes) if len(set(sizes)) == 1 else 0
 
+    def _apart(self, run: BlockRun, parameter: str, owner: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return tensor of a block's files → the unit of each of its rows; empty if one holds the whole parameter."""
+        parts, prefix = self.names.parts(parameter), self.prefix.format(block=run.path.rpartition(".")[2])
+        owners = torch.split(owner, [*parts.values()]) if parts else ()
+        return {disk.removeprefix(prefix): part for disk, part in zip(parts, owners, strict=True)}
+
     def _tables(
         self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, named: Mapping[str, int]
     ) -> list[dict[str, Any]] | None:
@@ -731,14 +732,14 @@ class Describer:
             if not self._has_parts(depends, unit, count):
                 continue
             axis, owner = self._axis(depends, unit)
-            shape, saved = run.block.get_parameter(name).shape, self.names.saved_as(f"{run.path}.{name}")
-            parts = self.names.parts(f"{run.path}.{name}") if axis == 0 else {}
-            if owner is None or not (parts or self.names.shapes[saved] == shape):
+            if owner is None:
                 return None
-            prefix = self.prefix.format(block=run.path.rpartition(".")[2])
-            of_files = torch.split(owner, [*parts.values()]) if parts else [owner]
-            for disk, part in zip(parts or [saved], of_files, strict=True):
-                found = find_incidences(disk.removeprefix(prefix), part, count, named)
+            parameter, shape = f"{run.path}.{name}", run.block.get_parameter(name).shape
+            apart = self._apart(run, parameter, owner) if axis == 0 else {}
+            if not apart and self.names.shapes[self.names.saved_as(parameter)] != shape:
+                return None
+            for place, part in (apart or {self.on_disk(run, name, ""): owner}).items():
+                found = find_incidences(place, part, count, named)
                 if found is None:
                     return None
                 tables += [each | ({"axis": axis} if axis < len(shape) - 1 else {}) for each in found]

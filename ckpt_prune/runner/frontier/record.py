@@ -253,8 +253,8 @@ class Frontier:
         score, on = self.best.score, self.data_words
         after = score.perplexity if math.isfinite(score.perplexity or math.inf) else None
         kl, same = (score.kl, score.top1) if self.best.candidate.rows is None else (None, None)
-        loss = Loss(of="perplexity", before=self.dense, after=after, kl=kl, agreement=same, data=on, against=self.model)
-        return judge(loss.model_copy(update={"windows": self.windows}))
+        figures: dict[str, Any] = {"after": after, "kl": kl, "agreement": same, "windows": self.windows}
+        return judge(Loss(of="perplexity", before=self.dense, **figures, data=on, against=self.model))
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""

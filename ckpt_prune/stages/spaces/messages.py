@@ -9,7 +9,7 @@ from statistics import fmean
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ENOUGH, FAR_FROM_RULE, derive_strength
-from ckpt_prune.job.decisions import keep_count, multiple_of, rounding_of
+from ckpt_prune.job.decisions import keep_count, multiple_of, rounding_of, stock_step
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.containers.choosing import is_pruned
@@ -176,7 +176,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         if mismatch is None:
             continue
         blocks = "each block" if max(counts) == units else "the narrowest block"
-        asks = ", as its class asks" if multiple == model.stock_step(space) else ""
+        asks = ", as its class asks" if multiple == stock_step(model, recipe, space) else ""
         in_steps = f" in multiples of {multiple}{asks}" if multiple > 1 else ""
         alternative = "no more can go"
         if mismatch.other is not None:
